@@ -1,0 +1,1 @@
+"""An instrumented ZeRO-3 engine."""
