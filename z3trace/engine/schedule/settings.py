@@ -91,7 +91,7 @@ class ZeroSettings:
         default=50_000_000,
         metadata=_knob(
             Effect.SCHEDULE,
-            "Elements that each module call may prefetch (one collective, overshooting by up to a parameter); "
+            "Elements that each module call may prefetch in one collective, overshooting by up to a parameter; "
             "not a cap on what is in flight.",
             0,
         ),
@@ -100,8 +100,8 @@ class ZeroSettings:
         default=100_000,
         metadata=_knob(
             Effect.SCHEDULE,
-            "Parameters of up to this many elements stay gathered between steps; each costs one small all-gather "
-            "after every optimizer step.",
+            "Parameters of up to this many elements stay gathered between steps; each costs one small "
+            "all-gather after every optimizer step.",
             0,
         ),
     )
@@ -118,8 +118,8 @@ class ZeroSettings:
         default=1_000_000_000,
         metadata=_knob(
             Effect.SCHEDULE,
-            "Gathered elements above which nothing more is prefetched; it never releases anything nor delays a "
-            "demanded gather.",
+            "Gathered elements above which nothing more is prefetched; it never releases anything nor "
+            "delays a demanded gather.",
             0,
         ),
     )
@@ -127,8 +127,8 @@ class ZeroSettings:
         default=1_000_000_000,
         metadata=_knob(
             Effect.SCHEDULE,
-            "A parameter used again within this many elements of the recorded order is not released; 0 releases "
-            "all.",
+            "A parameter used again within this many elements of the recorded order is not released; "
+            "0 releases all.",
             0,
         ),
     )
@@ -136,15 +136,15 @@ class ZeroSettings:
         default=0,
         metadata=_knob(
             Effect.SCHEDULE,
-            "Modules with at most this many elements per (module with parameters below it) become leaf modules, "
-            "outermost first.",
+            "Modules with at most this many elements per module with parameters in them become leaf "
+            "modules, outermost first.",
         ),
     )
     leaf_module: LeafModules = field(
         default=LeafModules(),
         metadata=_knob(
             Effect.SCHEDULE,
-            "Modules fetched whole, with everything below them, in one gather: by class, name or name suffix.",
+            "Modules fetched whole, all below them included, in one gather: by class, name or name suffix.",
         ),
     )
     reduce_bucket_size: int = field(
@@ -168,14 +168,14 @@ class ZeroSettings:
         default=False,
         metadata=_knob(
             Effect.SCHEDULE,
-            "One all-gather per parameter, without copies, and a prefetch bucket of 1 element whatever is set.",
+            "One all-gather per parameter, without copies, and a prefetch bucket of 1 element.",
         ),
     )
     stage3_use_all_reduce_for_fetch_params: bool = field(
         default=False,
         metadata=_knob(
             Effect.SCHEDULE,
-            "Fetches several parameters by one all-reduce of a zero-filled buffer: twice the bytes on the wire.",
+            "Fetches several parameters by one all-reduce of a zero-filled buffer: twice the wire bytes.",
         ),
     )
     zero_hpz_partition_size: int = field(
