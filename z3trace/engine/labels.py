@@ -20,7 +20,8 @@ VERBS = frozenset({
     "forward", "backward", "optimizer", "copy_in", "copy_out",
 })  # fmt: skip
 INTEGER_KEYS = frozenset({"bytes", "params", "world", "seq"})
-TEXT_KEYS = frozenset({"unit", "phase", "reason", "group"})
+# unit: whose parameters; module: in whose hook it happens (a prefetch happens elsewhere than it is used).
+TEXT_KEYS = frozenset({"unit", "module", "phase", "reason", "group"})
 KEYS = INTEGER_KEYS | TEXT_KEYS
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.,:;/@+*#~!?<>\[\]{}|$&^-]")
