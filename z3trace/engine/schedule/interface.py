@@ -32,6 +32,18 @@ class Reason(str, Enum):
     RECOMPUTE = "recompute"  # needed now, by activation checkpointing's second forward
 
 
+class Collective(str, Enum):
+    """The operation that carries out an action."""
+
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_REDUCE = "all_reduce"
+
+
+SECONDARY_GROUP = "secondary"
+"""The group within which a second shard is kept (DeepSpeed's hpZ)."""
+
+
 @dataclass(frozen=True)
 class Partition:
     """Something sharded and gathered as a whole: one parameter (DeepSpeed) or one flat unit (layer-wise).
@@ -52,8 +64,9 @@ class Partition:
 class Module:
     """One module of the model: its path ("" = the model itself), class and what it owns.
 
-    `partitions` are those its own parameters live in (not its children's), in registration order, without
-    duplicates; `children` are paths of direct children in registration order.
+    `class_name` is dotted where the module of the class is known ("package.module.Class"), "" where the
+    class is not. `partitions` are those its own parameters live in (not its children's), in registration
+    order, without duplicates; `children` are paths of direct children in registration order.
     """
 
     path: str
@@ -64,7 +77,11 @@ class Module:
 
 @dataclass(frozen=True)
 class Model:
-    """Everything about the model that a schedule may use. Modules in registration order, root first."""
+    """Everything about the model that a schedule may use.
+
+    Modules in the order of `named_modules()`, root first. The order of `partitions` is the one in which they
+    were sharded: gathers and prefetches go by it.
+    """
 
     modules: tuple[Module, ...]
     partitions: tuple[Partition, ...]
@@ -72,12 +89,18 @@ class Model:
 
 @dataclass(frozen=True)
 class Gather:
-    """Issue one all-gather (exactly one collective) of these partitions, without waiting for it."""
+    """Issue one collective that makes these partitions whole, without waiting for it.
+
+    `group` is SECONDARY_GROUP where second shards are gathered, else the partitions' own group. An
+    all-reduce adds up buffers that are zero outside the own shard.
+    """
 
     partitions: tuple[str, ...]
     module: str  # where it is issued
     phase: Phase
     reason: Reason
+    group: str = ""
+    collective: Collective = Collective.ALL_GATHER
 
 
 @dataclass(frozen=True)
@@ -90,7 +113,10 @@ class Wait:
 
 @dataclass(frozen=True)
 class Release:
-    """Free the gathered form of these partitions; only the shard stays."""
+    """Free the gathered form of these partitions; only the shard stays.
+
+    Where second shards are kept (hpZ), the executor makes one now unless the partition has one.
+    """
 
     partitions: tuple[str, ...]
     module: str = ""
@@ -98,10 +124,11 @@ class Release:
 
 @dataclass(frozen=True)
 class Reduce:
-    """Issue one reduce-scatter (exactly one collective) of the gradients of these partitions."""
+    """Issue one collective that averages the gradients of these partitions and leaves each rank its shard."""
 
     partitions: tuple[str, ...]
     module: str = ""
+    collective: Collective = Collective.REDUCE_SCATTER
 
 
 Action = Gather | Wait | Release | Reduce
@@ -120,15 +147,25 @@ class MicroBatch:
 class Schedule(Protocol):
     """The events, in the order in which they happen. Each answers with actions to carry out in order.
 
-    `module` is a path. `pre_backward(m)` comes when the gradient of m's output is there, before m's own
-    backward runs; `post_backward(m)` when the gradient of m's input is there. Either may be missing for a
-    module (no grad-requiring output or input): `backward_ends` settles what is left. `recompute` is true
-    when activation checkpointing runs a forward inside backward.
+    `module` is a path. Every module that is called is reported; a schedule ignores those it does not hook
+    (below a leaf). `pre_backward(m)` comes once for each output tensor of a call whose gradient arrives,
+    before m's own backward runs; `post_backward(m)` once per call, when the gradients of all positional
+    tensor inputs that require one are there. Either may be missing (no such output or input):
+    `backward_ends` settles what is left. `recompute` is true when activation checkpointing runs a forward
+    inside backward; a recompute that stops early reports no `post_forward` for the modules it leaves.
     """
 
     def forward_begins(self, micro_batch: MicroBatch) -> Actions: ...
 
     def pre_forward(self, module: str, *, recompute: bool = False) -> Actions: ...
+
+    def parameter_read(self, module: str, partition: str) -> Actions:
+        """`module`, the innermost one whose forward runs, is about to read a parameter of another module."""
+        ...
+
+    def parameter_returned(self, module: str, partition: str) -> Actions:
+        """The forward of `module` returns a parameter itself; comes before its `post_forward`."""
+        ...
 
     def post_forward(self, module: str, *, recompute: bool = False) -> Actions: ...
 
@@ -136,11 +173,11 @@ class Schedule(Protocol):
 
     def pre_backward(self, module: str) -> Actions: ...
 
-    def post_backward(self, module: str) -> Actions: ...
-
     def gradient_ready(self, partition: str) -> Actions:
         """Every trainable parameter of the partition has its gradient of this micro-batch."""
         ...
+
+    def post_backward(self, module: str) -> Actions: ...
 
     def backward_ends(self) -> Actions: ...
 
@@ -148,6 +185,6 @@ class Schedule(Protocol):
         """The optimizer is about to change the shards: whatever was gathered is stale afterwards."""
         ...
 
-    def step_ends(self) -> Actions:
-        """The optimizer is done (post-step gathers)."""
+    def step_ends(self, *, skipped: bool = False) -> Actions:
+        """The optimizer is done (post-step gathers); `skipped` when it changed nothing (fp16 overflow)."""
         ...

@@ -91,7 +91,7 @@ class ZeroSettings:
         default=50_000_000,
         metadata=_knob(
             Effect.SCHEDULE,
-            "Elements that each module call may prefetch in one collective, overshooting by up to a parameter; "
+            "Elements that each module call may prefetch in one collective, overshooting by a parameter; "
             "not a cap on what is in flight.",
             0,
         ),
