@@ -1,0 +1,1 @@
+../z3trace/demo/train.py

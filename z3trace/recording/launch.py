@@ -1,0 +1,145 @@
+"""Start the ranks of a recording, or become one, and bring their exit code home."""
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn
+
+from z3trace.recording.program import Program
+from z3trace.recording.rundir import RankReport, RunDirectory
+from z3trace.recording.settings import RecordSettings
+
+WORKER = "z3trace.recording.worker"
+# A terminated rank was stopped because of another one, so it is never the cause.
+TERMINATED = 128 + signal.SIGTERM
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a launched job ended: the exit code to pass on, the reports, how those died who left none."""
+
+    exit_code: int
+    reports: tuple[RankReport, ...]
+    deaths: Mapping[int, str]
+
+
+def become_worker(settings: RecordSettings, program: Program) -> NoReturn:
+    """Replace this process by the rank that records; a launcher above us sees no difference."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, *_worker_arguments(settings, program)])
+
+
+def launch(settings: RecordSettings, program: Program, ranks: int, *, logs: Path | None = None) -> Ending:
+    """Run the program on `ranks` processes of this host through torch's elastic launcher and wait for them.
+
+    The ranks write to our stdout and stderr or, with `logs`, into files there (see `log_files`). The run
+    directory is settled when this returns.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    directory = RunDirectory(settings.directory)
+    settings = replace(settings, supervised=True)
+    if ranks > 1:  # as torchrun does: the ranks share the cores
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if settings.verbosity <= 0:
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    failures: dict[int, int] = {}
+    stopped: int | None = None
+    with (
+        tempfile.TemporaryDirectory(prefix="z3trace-") as scratch,
+        _ending_hung_ranks(directory, ranks, settings.exit_grace),
+    ):
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(str(logs or scratch), redirects=Std.ALL if logs else Std.NONE),
+        )
+        try:
+            elastic_launch(config, sys.executable)(*_worker_arguments(settings, program))
+        except ChildFailedError as error:
+            failures = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        except SignalException as error:
+            stopped = int(error.sigval)
+    reports = tuple(directory.reports())
+    ended = {report.rank for report in reports if report.ended_ns is not None}
+    deaths = {
+        rank: _death(failures[rank]) if rank in failures else "stopped because another rank had failed"
+        for rank in range(ranks)
+        if rank not in ended
+    }
+    directory.merge(deaths)
+    return Ending(128 + stopped if stopped else _exit_code(reports, failures), reports, deaths)
+
+
+def log_files(logs: Path, rank: int) -> list[Path]:
+    """The stdout and stderr of a rank whose output went into files."""
+    return sorted(logs.glob(f"*/attempt_0/{rank}/std*.log"))
+
+
+def _worker_arguments(settings: RecordSettings, program: Program) -> list[str]:
+    return ["-m", WORKER, settings.to_json(), *program.to_argv()]
+
+
+def _exit_code(reports: Sequence[RankReport], failures: Mapping[int, int]) -> int:
+    """The exit code of the rank that failed first, as its script meant it; torch's launcher knows only 1."""
+    ended = {report.rank: report for report in reports if report.ended_ns is not None}
+    for rank, code in sorted(failures.items()):
+        if rank not in ended:  # died without a word: the others failed because of it
+            return 128 - code if code < 0 else code
+    in_order = sorted(ended.values(), key=lambda report: report.ended_ns or 0)
+    failed = [report.exit_code for report in in_order if report.exit_code]
+    return next((code for code in failed if code != TERMINATED), failed[0] if failed else 0)
+
+
+def _death(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code} before its recording could be closed"
+    with contextlib.suppress(ValueError):
+        return f"killed by {signal.Signals(-code).name}"
+    return f"killed by signal {-code}"
+
+
+@contextlib.contextmanager
+def _ending_hung_ranks(directory: RunDirectory, ranks: int, grace: float) -> Iterator[None]:
+    """Kill ranks that hang after every script has ended, in code that Python's own exit no longer reaches.
+
+    The ranks end themselves where they can, so this comes a little later.
+    """
+    over = threading.Event()
+    limit_ns = (grace + 5) * 1e9
+
+    def watch() -> None:
+        while not over.wait(2.0):
+            reports = directory.reports()
+            ends = [report.ended_ns for report in reports if report.ended_ns is not None]
+            if len(ends) == ranks and time.time_ns() - max(ends) > limit_ns:
+                for report in reports:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(report.pid, signal.SIGKILL)
+                return
+
+    if grace > 0:
+        threading.Thread(target=watch, daemon=True, name="z3trace-exit-watch").start()
+    try:
+        yield
+    finally:
+        over.set()
