@@ -201,7 +201,9 @@ class ZeroSettings:
     sub_group_size: int = field(
         default=1_000_000_000,
         metadata=_knob(
-            Effect.EXECUTION, "Elements that the optimizer updates at a time; it changes no collective.", 0
+            Effect.EXECUTION,
+            "Elements of shard updated at a time in step(); the norm of each part is one scalar all-reduce.",
+            0,
         ),
     )
     offload_param: Offload = field(
