@@ -1,0 +1,137 @@
+"""What the device did: computing, communicating, moving memory, as interval sets."""
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from z3trace.analyzers import intervals as iv
+from z3trace.analyzers.host import HostThreads, spans
+from z3trace.analyzers.trace import Trace
+
+Mask = NDArray[np.bool_]
+
+# NCCL and RCCL under all their kernel names, symmetric-memory kernels, and the custom all-reduces of vLLM.
+COMMUNICATION_KERNEL = re.compile(
+    r"nccl|rccl|symm_mem|multimem_|one_shot_all_reduce|two_shot_all_reduce|cross_device_reduce", re.IGNORECASE
+)
+# Kernels of expert-parallel libraries that are communication but carry no collective's name.
+LIKELY_COMMUNICATION = re.compile(r"\b(deep_?ep|dpsk)::.*(dispatch|combine)|nvshmem", re.IGNORECASE)
+# Dispatcher names that wrap or wait for others instead of computing.
+_NOT_COMPUTE = ("c10d::", "_c10d_functional", "autograd::", "torch::autograd::", "z3::")
+_COMPILED = ("graph_", "cpp_fused", "triton_")
+
+DEVICE_SENTENCE = (
+    "Compute is the union of kernels that are not collectives, communication the union of collective "
+    "kernels, memory the union of copies and fills."
+)
+CPU_SENTENCE = (
+    "CPU trace: communication is the union of gloo's spans on its worker threads (waiting for peers "
+    "included), compute the union of operators on the other threads, less c10d calls."
+)
+
+
+@dataclass(frozen=True)
+class Activity:
+    """The device's activity. `communication_rows` are the events behind `communication`."""
+
+    on_device: bool
+    compute: iv.Array
+    communication: iv.Array
+    memory: iv.Array
+    compute_rows: NDArray[np.int64]
+    communication_rows: NDArray[np.int64]
+    memory_rows: NDArray[np.int64]
+    definition: str
+    hints: tuple[str, ...] = ()
+
+    @property
+    def busy(self) -> iv.Array:
+        return iv.merge(self.compute, self.communication, self.memory)
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """All events behind the three sets, by row number."""
+        return np.sort(np.concatenate((self.compute_rows, self.communication_rows, self.memory_rows)))
+
+
+def _cover(trace: Trace, rows: NDArray[np.int64]) -> iv.Array:
+    return iv.union(trace.ts[rows], trace.end[rows])
+
+
+def find_activity(
+    trace: Trace, threads: HostThreads, communication_pattern: re.Pattern[str] | None = None
+) -> Activity:
+    """Classify the trace's activity: kernels where there are any, else operators and gloo's spans.
+
+    `communication_pattern` marks further kernels (by name) as communication.
+    """
+    complete = spans(trace)
+    kernels = complete & trace.is_cat("kernel")
+    memory = complete & trace.is_cat("gpu_memcpy", "gpu_memset")
+    if kernels.any() or memory.any():
+        return _device_activity(trace, kernels, memory, communication_pattern)
+    return _cpu_activity(trace, threads)
+
+
+def _device_activity(trace: Trace, kernels: Mask, memory: Mask, pattern: re.Pattern[str] | None) -> Activity:
+    def is_communication(name: str) -> bool:
+        return bool(COMMUNICATION_KERNEL.search(name) or (pattern and pattern.search(name)))
+
+    communication = kernels & trace.named(is_communication)
+    if trace.has("collective"):
+        communication |= kernels & (trace.codes("collective") != trace.values("collective").index(None))
+    likely = kernels & ~communication & trace.named(lambda name: bool(LIKELY_COMMUNICATION.search(name)))
+    hints: tuple[str, ...] = ()
+    if likely.any():
+        example = trace.name_of(int(np.flatnonzero(likely)[0]))
+        hints = (
+            f"{int(likely.sum())} kernels like {example[:60]!r} look like expert-parallel communication but "
+            "are counted as compute; name them with --comm-kernels to count them as communication",
+        )
+    compute_rows = np.flatnonzero(kernels & ~communication)
+    communication_rows, memory_rows = np.flatnonzero(communication), np.flatnonzero(memory)
+    return Activity(
+        True,
+        _cover(trace, compute_rows),
+        _cover(trace, communication_rows),
+        _cover(trace, memory_rows),
+        compute_rows,
+        communication_rows,
+        memory_rows,
+        DEVICE_SENTENCE,
+        hints,
+    )
+
+
+def is_compute_operator(name: str) -> bool:
+    """Whether a CPU operator computes, rather than wrapping, issuing, or waiting for something."""
+    if name.startswith(_COMPILED):
+        return True
+    return "::" in name and not name.startswith(_NOT_COMPUTE)
+
+
+def _cpu_activity(trace: Trace, threads: HostThreads) -> Activity:
+    on_worker = np.isin(trace.lane, threads.workers)
+    complete = spans(trace)
+    communication_rows = np.flatnonzero(complete & on_worker & trace.named(lambda n: n.startswith("gloo:")))
+    operators = complete & trace.is_cat("cpu_op") & ~on_worker
+    compute_rows = np.flatnonzero(operators & trace.named(is_compute_operator))
+    issue_rows = np.flatnonzero(operators & trace.named(lambda n: n.startswith("c10d::")))
+    lanes = trace.lane
+    per_lane = []
+    for lane in np.unique(lanes[compute_rows]):
+        computing = _cover(trace, compute_rows[lanes[compute_rows] == lane])
+        issuing = _cover(trace, issue_rows[lanes[issue_rows] == lane])
+        per_lane.append(iv.subtract(computing, issuing))
+    return Activity(
+        False,
+        iv.merge(*per_lane),
+        _cover(trace, communication_rows),
+        iv.EMPTY,
+        compute_rows,
+        communication_rows,
+        np.empty(0, np.int64),
+        CPU_SENTENCE,
+    )

@@ -1,0 +1,58 @@
+"""Attribution of FSDP's collectives by the ranges that FSDP itself records."""
+
+import re
+
+import numpy as np
+
+from z3trace.analyzers.attribution.base import Attribution, Owner, Placement
+from z3trace.analyzers.collectives import Collectives
+from z3trace.analyzers.host import host_spans, nearest_ancestor
+from z3trace.analyzers.trace import Trace
+
+_RANGE = re.compile(r"FSDP::(\w+)(?: for ([^()]+?))?(?: \((.*)\))?\Z")
+_UNIT_RANGES = ("all_gather", "post_backward_reduce", "post_backward_accumulate")
+_WHERE_RANGES = ("pre_forward", "pre_backward", "root_pre_forward", "post_backward_reduce",
+                 "root_post_backward_callback")  # fmt: skip
+_FSDP1 = "FullyShardedDataParallel."
+
+
+def version_of(trace: Trace) -> str | None:
+    """"fsdp2", "fsdp1" or None, by the ranges in the trace."""
+    names = [n for n in trace.values("name") if isinstance(n, str)]
+    if any(n.startswith("FSDP::") for n in names):
+        return "fsdp2"
+    return "fsdp1" if any(n.startswith(_FSDP1) for n in names) else None
+
+
+def range_of(name: str) -> tuple[str, str] | None:
+    """(verb, module path) of an FSDP2 range; the root module's path is ""."""
+    match = _RANGE.match(name)
+    return (match[1], match[3] or match[2] or "") if match else None
+
+
+def attribute_fsdp2(trace: Trace, collectives: Collectives, placement: Placement) -> Attribution:
+    """Unit from the enclosing `FSDP::all_gather (unit)`, issuing module from the hook's range around it."""
+    rows = host_spans(trace, lambda name: name.startswith("FSDP::"))
+    of_unit, of_hook = (np.zeros(len(trace), np.bool_) for _ in range(2))
+    parsed = {int(row): range_of(trace.name_of(int(row))) for row in rows}
+    for row, what in parsed.items():
+        if what is not None:
+            of_unit[row] = what[0] in _UNIT_RANGES
+            of_hook[row] = what[0] in _WHERE_RANGES
+    issued = collectives.issue_row
+    known = issued >= 0
+    unit_rows, hook_rows = np.full(len(issued), -1, np.int64), np.full(len(issued), -1, np.int64)
+    unit_rows[known] = nearest_ancestor(trace, issued[known], of_unit)
+    hook_rows[known] = nearest_ancestor(trace, issued[known], of_hook)
+    owners = []
+    for k in range(len(collectives)):
+        unit = parsed.get(int(unit_rows[k]))
+        hook = parsed.get(int(hook_rows[k]))
+        if unit is None:
+            owners.append(Owner())
+            continue
+        issued_in = hook[1] if hook else unit[1]
+        gather = collectives.kind[k] == "all_gather"
+        reason = ("demand" if issued_in == unit[1] else "prefetch") if gather else None
+        owners.append(Owner(unit[1], issued_in, unit[1], placement.phase[k], reason))
+    return Attribution("fsdp2", tuple(owners), ("gathers are named by FSDP2's own ranges",))

@@ -1,0 +1,148 @@
+"""The tables of a report: every column, its unit and its meaning."""
+
+from z3trace.analyzers.table import Column, Schema
+
+
+def _rank_step() -> tuple[Column, ...]:
+    return (
+        Column("rank", "integer", "", "rank of the process in the job"),
+        Column("step", "integer", "", "number of the training step, as its mark in the trace says"),
+    )
+
+
+def _anatomy() -> tuple[Column, ...]:
+    return (
+        Column("compute_ns", "integer", "ns", "union of compute activity"),
+        Column("comm_ns", "integer", "ns", "union of communication"),
+        Column("memory_ns", "integer", "ns", "union of memory copies and fills"),
+        Column("overlapped_ns", "integer", "ns", "time in both the compute and the communication union"),
+        Column("exposed_comm_ns", "integer", "ns", "communication that no compute hides"),
+        Column("idle_ns", "integer", "ns", "window minus all activity"),
+    )
+
+
+WHOLE_TRACE = Schema(
+    "whole_trace",
+    (
+        Column("rank", "integer", "", "rank of the process in the job"),
+        Column("file", "text", "", "the trace's file name"),
+        Column("duration_ns", "integer", "ns", "first start to last end of the activity"),
+        *_anatomy(),
+    ),
+)
+
+STEPS = Schema(
+    "steps",
+    (
+        *_rank_step(),
+        Column("start_ns", "integer", "ns", "start of the step's window on the trace's clock"),
+        Column("duration_ns", "integer", "ns", "length of the window"),
+        *_anatomy(),
+        Column(
+            "exposed_memory_ns", "integer", "ns", "memory activity under neither compute nor communication"
+        ),
+        Column("overlap_fraction", "number", "", "overlapped_ns / comm_ns; absent without communication"),
+        Column("used", "flag", "", "whether averages are taken over this step"),
+    ),
+)
+
+COLLECTIVES = Schema(
+    "collectives",
+    (
+        *_rank_step(),
+        Column("phase", "text", "", "forward, backward, optimizer or other: where it was issued"),
+        Column("kind", "text", "", "all_gather, reduce_scatter, all_reduce, ..."),
+        Column("count", "integer", "", "collectives issued"),
+        Column("bytes", "integer", "bytes", "all-gather: output; reduce-scatter: input; others: message"),
+        Column("exposed_ns", "integer", "ns", "time in them that no compute hides, each ns owned once"),
+    ),
+)
+
+LAYERS = Schema(
+    "layers",
+    (
+        *_rank_step(),
+        Column("layer", "text", "", "repeated block that owns the parameters; root: the rest; a+b: several"),
+        Column("phase", "text", "", "where it was issued"),
+        Column("kind", "text", "", "all_gather, reduce_scatter, ..."),
+        Column("count", "integer", "", "collectives issued"),
+        Column("bytes", "integer", "bytes", "as in collectives"),
+        Column("compute_ns", "integer", "ns", "compute of the layer in this phase"),
+        Column("exposed_ns", "integer", "ns", "as in collectives"),
+    ),
+)
+
+GATHERS = Schema(
+    "gathers",
+    (
+        *_rank_step(),
+        Column("micro_batch", "integer", "", "index in the step"),
+        Column("issued_phase", "text", "", "phase in which it was issued"),
+        Column("issued_in", "text", "", "module in whose hook it was issued; empty: the model itself"),
+        Column("used_phase", "text", "", "phase of its first use"),
+        Column("used_in", "text", "", "module of its first use"),
+        Column("unit", "text", "", "module whose parameters it fetches"),
+        Column("parameters", "list", "", "names of the parameters in it"),
+        Column("reason", "text", "", "demand, prefetch, post_step or recompute"),
+        Column("bytes", "integer", "bytes", "output bytes"),
+        Column(
+            "start_ns", "integer", "ns", "start of the transfer on the trace's clock (issue when unknown)"
+        ),
+        Column("end_ns", "integer", "ns", "end of the transfer"),
+        Column("exposed_ns", "integer", "ns", "time in it that no compute hides"),
+        Column("transfer_ns", "integer", "ns", "shortest over the ranks; absent with one rank"),
+        Column("peer_wait_ns", "integer", "ns", "the rest: waiting for peers; absent with one rank"),
+    ),
+)
+
+IDLE = Schema(
+    "idle",
+    (
+        *_rank_step(),
+        Column(
+            "split", "text", "", "host_state: what the host did at that ns; cause: what the gap is due to"
+        ),
+        Column("name", "text", "", "state or cause"),
+        Column("gaps", "integer", "", "pieces of idle time"),
+        Column("idle_ns", "integer", "ns", "idle time; the rows of one split add up to the step's idle time"),
+        Column("where", "text", "", "the operation or range that had most of it"),
+    ),
+)
+
+RANKS = Schema(
+    "ranks",
+    (
+        Column("rank", "integer", "", "rank of the process in the job"),
+        Column("late_ns", "integer", "ns", "by how much the others waited for it, per step"),
+        Column("last_arrivals", "integer", "", "collectives at which it arrived last"),
+    ),
+)
+
+FINDINGS = Schema(
+    "findings",
+    (
+        Column("id", "text", "", "stable name"),
+        Column("severity", "text", "", "info, warning or critical"),
+        Column("title", "text", "", "one sentence"),
+        Column("evidence", "mapping", "", "the numbers behind it"),
+        Column("cost_ns_per_step", "integer", "ns", "what it costs"),
+        Column("settings", "list", "", "settings it points to"),
+    ),
+)
+
+RECOMMENDATIONS = Schema(
+    "recommendations",
+    (
+        Column("id", "text", "", "stable name"),
+        Column("setting", "text", "", "what to change"),
+        Column("from", "text", "", "its value now"),
+        Column("to", "text", "", "the value to try"),
+        Column("predicted_step_ns", "integer", "ns", "predicted step time"),
+        Column("predicted_change_fraction", "number", "", "predicted change of the step time"),
+        Column("predicted_memory_bytes", "integer", "bytes", "predicted change of the memory peak"),
+        Column("confidence", "text", "", "how sure"),
+        Column("how", "mapping", "", "deepspeed_config and code"),
+    ),
+)
+
+ALL = (WHOLE_TRACE, STEPS, COLLECTIVES, LAYERS, GATHERS, IDLE, RANKS, FINDINGS, RECOMMENDATIONS)
