@@ -35,7 +35,8 @@ class Block(nn.Module):
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, length, dim))
-        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+        hidden: Tensor = self.down(F.gelu(self.up(self.mlp_norm(x))))
+        return x + hidden
 
 
 class Transformer(nn.Module):
@@ -53,7 +54,8 @@ class Transformer(nn.Module):
         for layer in self.layers:
             x = layer(x)
         logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss: Tensor = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        return loss
 
 
 def build_engine(arguments: argparse.Namespace, unit: str) -> Any:
@@ -80,10 +82,11 @@ class Counting:
         batch, length = self.shape
         start = torch.randint(self.vocabulary, (batch, 1), generator=self.random)
         stride = torch.randint(1, 10, (batch, 1), generator=self.random)
-        return (start + stride * torch.arange(length)) % self.vocabulary
+        tokens: Tensor = (start + stride * torch.arange(length)) % self.vocabulary
+        return tokens
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small transformer with the z3trace engine.")
     parser.add_argument("--unit", choices=["block", "module"], default="block")
     parser.add_argument("--steps", type=int, default=40)
@@ -93,7 +96,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, default=256)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=64)
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def main() -> None:

@@ -1,19 +1,17 @@
 """Start the ranks of a recording, or become one, and bring their exit code home."""
 
 import contextlib
-import logging
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
+from z3trace.recording.elastic import run_ranks
 from z3trace.recording.program import Program
 from z3trace.recording.rundir import RankReport, RunDirectory
 from z3trace.recording.settings import RecordSettings
@@ -25,11 +23,16 @@ TERMINATED = 128 + signal.SIGTERM
 
 @dataclass(frozen=True)
 class Ending:
-    """How a launched job ended: the exit code to pass on, the reports, how those died who left none."""
+    """How a launched job ended.
+
+    `exit_code` is to be passed on; `deaths` says of ranks without a complete report how they died;
+    `stopped_by` is the signal that ended us all, if one did.
+    """
 
     exit_code: int
     reports: tuple[RankReport, ...]
     deaths: Mapping[int, str]
+    stopped_by: int | None = None
 
 
 def become_worker(settings: RecordSettings, program: Program) -> NoReturn:
@@ -40,59 +43,27 @@ def become_worker(settings: RecordSettings, program: Program) -> NoReturn:
 
 
 def launch(settings: RecordSettings, program: Program, ranks: int, *, logs: Path | None = None) -> Ending:
-    """Run the program on `ranks` processes of this host through torch's elastic launcher and wait for them.
+    """Record the program on `ranks` processes of this host; the run directory is settled when this returns.
 
-    The ranks write to our stdout and stderr or, with `logs`, into files there (see `log_files`). The run
-    directory is settled when this returns.
+    Where the ranks' output goes with `logs`, see `run_ranks`.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
     directory = RunDirectory(settings.directory)
     settings = replace(settings, supervised=True)
-    if ranks > 1:  # as torchrun does: the ranks share the cores
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if settings.verbosity <= 0:
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    failures: dict[int, int] = {}
-    stopped: int | None = None
-    with (
-        tempfile.TemporaryDirectory(prefix="z3trace-") as scratch,
-        _ending_hung_ranks(directory, ranks, settings.exit_grace),
-    ):
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ranks,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
-            max_restarts=0,
-            logs_specs=DefaultLogsSpecs(str(logs or scratch), redirects=Std.ALL if logs else Std.NONE),
-        )
-        try:
-            elastic_launch(config, sys.executable)(*_worker_arguments(settings, program))
-        except ChildFailedError as error:
-            failures = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        except SignalException as error:
-            stopped = int(error.sigval)
+    with _ending_hung_ranks(directory, ranks, settings.exit_grace):
+        arguments = _worker_arguments(settings, program)
+        job = run_ranks(arguments, ranks, logs=logs, verbose=settings.verbosity > 0)
     reports = tuple(directory.reports())
     ended = {report.rank for report in reports if report.ended_ns is not None}
     deaths = {
-        rank: _death(failures[rank]) if rank in failures else "stopped because another rank had failed"
+        rank: _death(job.failures[rank])
+        if rank in job.failures
+        else "stopped because another rank had failed"
         for rank in range(ranks)
         if rank not in ended
     }
     directory.merge(deaths)
-    return Ending(128 + stopped if stopped else _exit_code(reports, failures), reports, deaths)
-
-
-def log_files(logs: Path, rank: int) -> list[Path]:
-    """The stdout and stderr of a rank whose output went into files."""
-    return sorted(logs.glob(f"*/attempt_0/{rank}/std*.log"))
+    code = _exit_code(reports, job.failures) if job.stopped_by is None else 128 + job.stopped_by
+    return Ending(code, reports, deaths, job.stopped_by)
 
 
 def _worker_arguments(settings: RecordSettings, program: Program) -> list[str]:

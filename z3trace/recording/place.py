@@ -24,9 +24,7 @@ def choose_directory(output: Path | None, program: Program, *, force: bool) -> P
     """
     if launched():
         return _joined(output, program, force=force)
-    if output is not None:
-        return claim(output, force=force)
-    return claim_new(program.name)
+    return claim(output or name_run(program.name), force=force)
 
 
 def claim(path: Path, *, force: bool = False) -> Path:
@@ -36,14 +34,11 @@ def claim(path: Path, *, force: bool = False) -> Path:
     return path
 
 
-def claim_new(name: str) -> Path:
-    """A directory `runs/NAME-TIME` that nobody has yet."""
+def name_run(name: str) -> Path:
+    """A path `runs/NAME-TIME` that does not exist yet."""
     stem = f"{name}-{time.strftime(TIME_FORMAT)}"
-    for number in itertools.count(1):
-        path = RUNS.absolute() / (stem if number == 1 else f"{stem}-{number}")
-        if not path.exists():
-            return claim(path)
-    raise AssertionError("unreachable")
+    candidates = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
+    return next(path for path in map(RUNS.joinpath, candidates) if not path.exists())
 
 
 def _joined(output: Path | None, program: Program, *, force: bool) -> Path:

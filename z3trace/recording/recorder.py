@@ -21,7 +21,11 @@ class Training(Protocol):
     """One training framework's view of a model being trained, as far as recording needs it."""
 
     framework: str
-    device: str
+
+    @property
+    def device(self) -> str:
+        """The kind of device it computes on: cpu, cuda, …"""
+        ...
 
     def describe(self) -> dict[str, Any]:
         """Settings, modules and parameters, ready for JSON: keys of `run.json`."""

@@ -185,7 +185,7 @@ class ProfileSession:
 
     def _save(self, profiler: profile) -> None:
         """Export beside the final place, compress as a stream, then rename."""
-        raw = self.trace.with_name(f".{self.trace.name}.raw.json")
+        raw = self.trace.with_name(f".{self.trace.name}.raw")
         packed = self.trace.with_name(f".{self.trace.name}.part")
         try:
             profiler.export_chrome_trace(str(raw))

@@ -20,11 +20,17 @@ def announce(
     problems = [(report.rank, text) for report in reports for text in report.problems]
     problems += list((deaths or {}).items())
     for text in dict.fromkeys(text for _, text in problems):
-        say(f"{_ranks([rank for rank, other in problems if other == text])}: {text}")
+        alone = len(reports) == 1 and reports[0].world_size == 1
+        whose = "" if alone else _ranks([rank for rank, other in problems if other == text]) + ": "
+        say(whose + text)
     traces = RunDirectory(settings.directory).traces()
     if not traces:
         if not any(report.training_seen for report in reports):
-            say(NOTHING_SEEN)
+            say(
+                "nothing recorded: it failed before it called z3trace.engine.initialize"
+                if problems
+                else NOTHING_SEEN
+            )
         elif not problems:
             say("nothing recorded")
     elif settings.verbosity >= 0:
