@@ -1,0 +1,92 @@
+"""The collectives, as functions from buffers to handles; nothing here knows of modules or schedules.
+
+gloo carries out a reduce-scatter as an all-reduce of the whole tensor, twice the bytes and several times as
+slow as an all-to-all followed by a local sum; so on gloo that is what a reduce-scatter is. Issuing never
+waits: gloo works on its own threads, NCCL on its own stream, which is made to wait for what the current
+stream was given before the call. Waiting makes the current stream wait (NCCL) or the caller (gloo).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 renamed these two and warns about the names that exist since 1.13.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+class Handle(Protocol):
+    """A collective that was issued."""
+
+    def wait(self) -> object:
+        """From here on the current stream (NCCL) or thread (gloo) can use the result."""
+        ...
+
+
+@dataclass
+class Communicator:
+    """A process group and what the engine needs to know of it. `sequence` counts what it issued."""
+
+    group: dist.ProcessGroup
+    rank: int = field(init=False)
+    size: int = field(init=False)
+    name: str = field(init=False)
+    native_reduce_scatter: bool = field(init=False)
+    sequence: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.rank = dist.get_rank(self.group)
+        self.size = dist.get_world_size(self.group)
+        self.name = str(self.group.group_name)
+        self.native_reduce_scatter = dist.get_backend(self.group) != "gloo"
+
+    def next_sequence(self) -> int:
+        self.sequence += 1
+        return self.sequence - 1
+
+
+def all_gather(output: Tensor, shard: Tensor, comm: Communicator) -> Handle:
+    """Fill `output` (size * n elements, contiguous) with the shards (n elements) of all ranks, in rank order."""
+    handle: Handle = _all_gather(output, shard, group=comm.group, async_op=True)
+    return handle
+
+
+def reduce_scatter(received: Tensor, full: Tensor, comm: Communicator) -> Handle:
+    """Send chunk r of `full` (size * n elements) to rank r.
+
+    What arrives in `received` (size * n elements) is for `add_received` to read: on gloo the chunks of all
+    ranks, natively their mean in the first n elements.
+    """
+    if comm.native_reduce_scatter:
+        mine = received[: full.numel() // comm.size]
+        handle: Handle = _reduce_scatter(mine, full, op=dist.ReduceOp.AVG, group=comm.group, async_op=True)
+    else:
+        handle = dist.all_to_all_single(received, full, group=comm.group, async_op=True)
+    return handle
+
+
+def add_received(total: Tensor, received: Tensor, comm: Communicator, *, first: bool) -> None:
+    """Add the mean over the ranks to `total` (n elements, any floating dtype), or overwrite it when `first`."""
+    chunks = received.view(comm.size, -1)
+    if comm.native_reduce_scatter:
+        chunks, weight = chunks[:1], 1.0
+    else:
+        weight = 1.0 / comm.size
+    for chunk in chunks:
+        if first:
+            torch.mul(chunk, weight, out=total) if chunk.dtype == total.dtype else total.copy_(chunk).mul_(
+                weight
+            )
+            first = False
+        else:
+            total.add_(chunk, alpha=weight)
+
+
+def all_reduce_sum(value: Tensor, comm: Communicator) -> Handle:
+    """Replace `value` by its sum over the ranks."""
+    handle: Handle = dist.all_reduce(value, group=comm.group, async_op=True)
+    return handle

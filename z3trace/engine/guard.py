@@ -1,0 +1,74 @@
+"""A parameter whose elements are spread over the ranks must not be read: its memory belongs to others now.
+
+While it is sharded a parameter's class is `ShardedParameter`, which answers questions about shape, dtype and
+gradient and raises for everything that would touch elements. Changing the class of an object costs less than
+a tenth of a microsecond, and every view that autograd saved stays what it was.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_NAME = "_z3trace_name"
+
+
+def _accessors(name: str) -> tuple[Any, ...]:
+    attribute = getattr(Tensor, name)
+    return attribute.__get__, attribute.__set__, attribute.__delete__
+
+
+_ALLOWED: frozenset[Any] = frozenset({
+    *(getattr(Tensor, name).__get__ for name in (
+        "shape", "dtype", "device", "layout", "is_leaf", "grad_fn", "ndim", "itemsize", "nbytes",
+        "is_sparse", "is_cuda", "is_cpu", "is_meta", "is_quantized", "output_nr", "_version",
+    )),
+    *_accessors("grad"),
+    *_accessors("requires_grad"),
+    *(getattr(Tensor, name) for name in (
+        "size", "dim", "numel", "nelement", "ndimension", "element_size", "is_floating_point", "is_complex",
+        "is_contiguous", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__hash__",
+        "__len__",
+    )),
+    torch.is_floating_point, torch.is_complex, torch.numel,
+})  # fmt: skip
+
+
+class ShardedParameter(nn.Parameter):
+    """A parameter of which only a shard is here."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in _ALLOWED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        name = next((getattr(a, _NAME, None) for a in args if isinstance(a, cls)), None)
+        raise RuntimeError(
+            f"parameter {name or '(unnamed)'} is sharded over the ranks now and cannot be read: "
+            "its module runs outside the engine's forward; read it inside `with z3trace.engine.gathered(engine):`"
+        )
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"ShardedParameter({getattr(self, _NAME, '')}, {tuple(self.shape)}, {self.dtype})"
+
+
+def hide(parameter: nn.Parameter) -> None:
+    """Make reading the parameter an error."""
+    parameter.__class__ = ShardedParameter
+
+
+def reveal(parameter: nn.Parameter, original: type[nn.Parameter]) -> None:
+    """Undo `hide`; `original` is the class it had."""
+    parameter.__class__ = original
+
+
+def name_parameter(parameter: nn.Parameter, name: str) -> None:
+    """Remember the name for the error message."""
+    setattr(parameter, _NAME, name)

@@ -1,0 +1,210 @@
+"""Where parameters live: a flat shard on every rank, and a buffer that holds them whole while they are used.
+
+A partition's shard is 1/world of its parameters laid end to end and padded. A gather fills a buffer straight
+from the shards, and the parameters are views of that buffer: nothing is copied in or out.
+
+Buffers ("slots") are shared by partitions of the same size that are never whole at the same time. Autograd
+keeps views of weights between forward and backward (a linear layer saves its transposed weight), so a
+partition must return to the same slot for as long as a graph may hold such a view: it is *pinned*.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from z3trace.engine.collectives import Communicator, Handle
+from z3trace.engine.guard import ShardedParameter, hide, name_parameter, reveal
+from z3trace.engine.layout import PartitionPlan
+
+
+class State(Enum):
+    """SHARDED -> GATHERING (issued) -> GATHERED (waited for) -> SHARDED."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    GATHERED = "gathered"
+
+
+@dataclass(eq=False)
+class Slot:
+    """A buffer for one whole partition of `buffer.numel()` elements, and who holds it now."""
+
+    buffer: Tensor
+    holder: "ShardedPartition | None" = None
+
+
+@dataclass(frozen=True)
+class Member:
+    """A parameter within its partition: elements [offset, offset + numel)."""
+
+    name: str
+    parameter: nn.Parameter
+    offset: int
+    shape: torch.Size
+    kind: type[nn.Parameter]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def view(self, flat: Tensor) -> Tensor:
+        return flat[self.offset : self.offset + self.numel].view(self.shape)
+
+
+@dataclass(eq=False)
+class ShardedPartition:
+    """Parameters that are sharded, gathered and reduced together.
+
+    `shard` is what this rank sends in a gather, in the dtype of the computation; `master` is what the
+    optimizer changes, and the same tensor where the dtypes agree.
+    """
+
+    plan: PartitionPlan
+    members: tuple[Member, ...]
+    shard: Tensor
+    master: Tensor
+    world: int
+    state: State = State.SHARDED
+    slot: Slot | None = None
+    pinned: bool = False
+    handle: Handle | None = field(default=None, repr=False)
+
+    @property
+    def numel(self) -> int:
+        return sum(member.numel for member in self.members)
+
+    @property
+    def shard_numel(self) -> int:
+        return self.shard.numel()
+
+    @property
+    def padded_numel(self) -> int:
+        return self.shard.numel() * self.world
+
+    def begin_gather(self, slot: Slot) -> Tensor:
+        """Take the slot and return the buffer to gather into."""
+        if self.state is not State.SHARDED:
+            raise RuntimeError(
+                f"{self.plan.name or 'the root unit'} is {self.state.value}: it cannot be gathered"
+            )
+        if slot is not self.slot:
+            self.slot = slot
+            for member in self.members:
+                reveal(member.parameter, member.kind)
+                member.parameter.data = member.view(slot.buffer)
+                hide(member.parameter)
+        slot.holder = self
+        self.state = State.GATHERING
+        return slot.buffer
+
+    def end_gather(self) -> None:
+        """The buffer is filled: the parameters can be read."""
+        self.state = State.GATHERED
+        self.handle = None
+        for member in self.members:
+            member.parameter.__class__ = member.kind
+
+    def release(self) -> None:
+        """Give the slot to others: the parameters can no longer be read."""
+        if self.slot is not None:
+            self.slot.holder = None
+        self.state = State.SHARDED
+        for member in self.members:
+            member.parameter.__class__ = ShardedParameter
+
+    def publish(self) -> None:
+        """After the optimizer changed `master`: bring `shard` up to date."""
+        if self.master is not self.shard:
+            self.shard.copy_(self.master)
+
+
+class SlotPool:
+    """The buffers, by size. There are as many of a size as were ever held at once."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        self._device = device
+        self._slots: dict[int, list[Slot]] = {}
+
+    def take(self, partition: ShardedPartition) -> Slot:
+        """A slot that nobody holds: the partition's own if possible, for then its views need no change."""
+        own = partition.slot
+        if own is not None and own.holder is None:
+            return own
+        if own is not None and partition.pinned and own.holder is not None:
+            raise RuntimeError(
+                f"{partition.plan.name or 'the root unit'} and {own.holder.plan.name or 'the root unit'} shared "
+                "memory in a forward whose backward is still to come, and are now used at once: run backward "
+                "before the modules run in another order"
+            )
+        slots = self._slots.setdefault(partition.padded_numel, [])
+        slot = next((slot for slot in slots if slot.holder is None), None)
+        if slot is None:
+            slot = Slot(torch.zeros(partition.padded_numel, dtype=self._dtype, device=self._device))
+            slots.append(slot)
+        return slot
+
+    @property
+    def numel(self) -> int:
+        """Elements of all buffers together."""
+        return sum(size * len(slots) for size, slots in self._slots.items())
+
+
+def cut(
+    plan: PartitionPlan,
+    parameters: Sequence[nn.Parameter],
+    *,
+    world: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> ShardedPartition:
+    """A partition with an empty shard of 1/world of the parameters' elements, rounded up.
+
+    The parameters are not touched yet: see `fill`. Trainable shards are kept in fp32 as well.
+    """
+    members: list[Member] = []
+    offset = 0
+    for name, parameter in zip(plan.parameters, parameters, strict=True):
+        members.append(Member(name, parameter, offset, parameter.shape, type(parameter)))
+        offset += parameter.numel()
+    shard = torch.zeros(-(-offset // world), dtype=dtype, device=device)
+    master = shard.to(torch.float32) if plan.trainable else shard
+    return ShardedPartition(plan, tuple(members), shard, master, world)
+
+
+@torch.no_grad()
+def scatter_weights(partition: ShardedPartition, comm: Communicator, source: int) -> None:
+    """Give every rank its shard of the parameters as they are on the rank `source`."""
+    shard, device = partition.shard, partition.shard.device
+    mine = torch.empty(shard.numel(), dtype=torch.float32, device=device)
+    chunks: list[Tensor] | None = None
+    if comm.rank == source:
+        flat = torch.zeros(partition.padded_numel, dtype=torch.float32, device=device)
+        for member in partition.members:
+            member.view(flat).copy_(member.parameter)
+        chunks = list(flat.chunk(comm.size))
+    dist.scatter(mine, chunks, group_src=source, group=comm.group)
+    shard.copy_(mine)
+    if partition.master is not shard:
+        partition.master.copy_(mine)
+
+
+def take_over(partition: ShardedPartition) -> None:
+    """Free the parameters' own memory: from now on they live in the partition."""
+    placeholder = torch.zeros((), dtype=partition.shard.dtype, device=partition.shard.device)
+    for member in partition.members:
+        name_parameter(member.parameter, member.name)
+        member.parameter.grad = None
+        member.parameter.data = placeholder.expand(member.shape)
+        hide(member.parameter)
+
+
+def unpin(partitions: Iterable[ShardedPartition]) -> None:
+    """No graph is alive any more: partitions may move to other slots."""
+    for partition in partitions:
+        partition.pinned = False
