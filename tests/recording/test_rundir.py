@@ -28,6 +28,10 @@ def ended(directory: RunDirectory, rank: int, world: int = 2, **values: object) 
     )
 
 
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
 def run_json(directory: RunDirectory) -> dict[str, object]:
     return json.loads((directory.path / "run.json").read_text())  # type: ignore[no-any-return]
 
@@ -47,17 +51,17 @@ def test_a_finished_run_is_overwritten_only_by_force(tmp_path: Path) -> None:
     directory.merge()
     with pytest.raises(UserError, match="already holds a run; choose another with -o, or give --force"):
         directory.claim("launch 2")
-    assert sorted(os.listdir(directory.path)) == ["rank0.pt.trace.json.gz", "run.json"]
+    assert names(directory.path) == ["rank0.pt.trace.json.gz", "run.json"]
     (directory.path / "notes.txt").write_text("mine")
     directory.claim("launch 2", force=True)
-    assert sorted(os.listdir(directory.path)) == [".z3trace", "notes.txt"]
+    assert names(directory.path) == [".z3trace", "notes.txt"]
 
 
 def test_a_folder_with_other_things_is_not_ours(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(UserError, match="is not empty"):
         RunDirectory(tmp_path).claim("launch")
-    assert os.listdir(tmp_path) == ["thesis.tex"]
+    assert names(tmp_path) == ["thesis.tex"]
 
 
 def test_a_file_in_the_way(tmp_path: Path) -> None:
@@ -82,7 +86,7 @@ def test_the_last_rank_that_ends_leaves_only_the_run(tmp_path: Path) -> None:
     assert run["unfinished_ranks"] == []
     assert run["framework"] == "z3trace"
     assert run["profiled_steps"] == [7, 8]
-    assert sorted(os.listdir(directory.path)) == [trace_name(0), trace_name(1), "run.json"]
+    assert names(directory.path) == [trace_name(0), trace_name(1), "run.json"]
 
 
 def test_a_dead_rank_is_named_and_takes_nothing_of_the_others_with_it(tmp_path: Path) -> None:

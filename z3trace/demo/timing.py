@@ -20,7 +20,6 @@ STEPS_A_TURN = 5
 def main(output: Path, layouts: dict[str, str], arguments: list[str]) -> None:
     """Write {layout: [nanoseconds of each timed step on rank 0]} to `output`."""
     options = parse_arguments(arguments)
-    dist.init_process_group("gloo")
     engines = {name: build_engine(options, unit) for name, unit in layouts.items()}
     data = Counting(options)
     durations: dict[str, list[int]] = {name: [] for name in layouts}

@@ -101,11 +101,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    dist.init_process_group("gloo")
     engine = build_engine(arguments, arguments.unit)
     data = Counting(arguments)
     for step in range(arguments.steps):
-        loss = engine(data.next_batch())
+        loss = engine(data.next_batch().to(engine.device))
         engine.backward(loss)
         engine.step()
         if dist.get_rank() == 0 and step % 10 == 9:

@@ -60,9 +60,7 @@ class Recorder:
 
     def step_started(self, training: Training, step: int) -> None:
         if self._session is None and not self._failed:
-            if training is not self._training:
-                self._training = training
-                self.report.job = {}  # described another one
+            self._training = training
             self._guarded(self._open)
         if training is self._training and self._session is not None:
             self._guarded(lambda: self._session.step_started(step))
@@ -111,8 +109,8 @@ class Recorder:
         self._keep_report()
 
     def _keep_report(self) -> None:
-        if self.rank.local_rank == 0 and self._training is not None and not self.report.job:
-            self.report.job = self._job()
+        if self.rank.local_rank == 0 and self._training is not None:
+            self.report.job = self._job()  # anew each time: the order of calls is known after some steps only
         self.directory.write_report(self.report)
 
     def _job(self) -> dict[str, Any]:
