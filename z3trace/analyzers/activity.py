@@ -1,14 +1,14 @@
 """What the device did: computing, communicating, moving memory, as interval sets."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from z3trace.analyzers import intervals as iv
 from z3trace.analyzers.host import HostThreads, spans
-from z3trace.analyzers.trace import Trace
+from z3trace.analyzers.trace import NULL, Trace
 
 Mask = NDArray[np.bool_]
 
@@ -34,7 +34,11 @@ CPU_SENTENCE = (
 
 @dataclass(frozen=True)
 class Activity:
-    """The device's activity. `communication_rows` are the events behind `communication`."""
+    """The device's activity. The `…_rows` are the events behind the sets.
+
+    `launched_before` are the device events whose launch came before the recording began: they are real and
+    count in the steps they run in, but not in the totals of the whole trace, of which they are a torn edge.
+    """
 
     on_device: bool
     compute: iv.Array
@@ -44,7 +48,26 @@ class Activity:
     communication_rows: NDArray[np.int64]
     memory_rows: NDArray[np.int64]
     definition: str
+    launched_before: NDArray[np.int64]
     hints: tuple[str, ...] = ()
+
+    def recorded(self, trace: Trace) -> "Activity":
+        """The activity without what was launched before the recording began."""
+        if not len(self.launched_before):
+            return self
+        compute, communication, memory = (
+            np.setdiff1d(rows, self.launched_before, assume_unique=True)
+            for rows in (self.compute_rows, self.communication_rows, self.memory_rows)
+        )
+        return replace(
+            self,
+            compute=_cover(trace, compute),
+            communication=_cover(trace, communication),
+            memory=_cover(trace, memory),
+            compute_rows=compute,
+            communication_rows=communication,
+            memory_rows=memory,
+        )
 
     @property
     def busy(self) -> iv.Array:
@@ -90,6 +113,12 @@ def _device_activity(trace: Trace, kernels: Mask, memory: Mask, pattern: re.Patt
             f"{int(likely.sum())} kernels like {example[:60]!r} look like expert-parallel communication but "
             "are counted as compute; name them with --comm-kernels to count them as communication",
         )
+    before = _launched_before(trace, np.flatnonzero(kernels | memory))
+    if len(before):
+        hints += (
+            f"{len(before)} device activities were launched before the recording began: "
+            "they count in the steps they run in, not in the totals of the whole trace",
+        )
     compute_rows = np.flatnonzero(kernels & ~communication)
     communication_rows, memory_rows = np.flatnonzero(communication), np.flatnonzero(memory)
     return Activity(
@@ -101,8 +130,19 @@ def _device_activity(trace: Trace, kernels: Mask, memory: Mask, pattern: re.Patt
         communication_rows,
         memory_rows,
         DEVICE_SENTENCE,
+        before,
         hints,
     )
+
+
+def _launched_before(trace: Trace, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Those without a launch whose correlation id, a growing counter, lies below that of every launch."""
+    launches, correlation = trace.launches[rows], trace.ints("correlation")[rows]
+    launched = launches >= 0
+    if not launched.any():
+        return np.empty(0, np.int64)
+    earliest = correlation[launched].min()
+    return rows[~launched & (correlation != NULL) & (correlation < earliest)]
 
 
 def is_compute_operator(name: str) -> bool:
@@ -134,4 +174,5 @@ def _cpu_activity(trace: Trace, threads: HostThreads) -> Activity:
         communication_rows,
         np.empty(0, np.int64),
         CPU_SENTENCE,
+        np.empty(0, np.int64),
     )

@@ -8,13 +8,13 @@ kind and size. What has only one of the two sides is kept, and `missing` says wh
 
 import json
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from z3trace.analyzers.activity import Activity
-from z3trace.analyzers.host import HostThreads, host_spans, nearest_ancestor, outermost_ancestor, spans
+from z3trace.analyzers.host import HostThreads, host_spans, nearest_ancestor, outermost_ancestor
 from z3trace.analyzers.kinds import (
     DTYPE_BYTES,
     GLOO_SPAN_OF_OPERATOR,
@@ -57,16 +57,6 @@ class Collectives:
     def is_kind(self, *kinds: str) -> NDArray[np.bool_]:
         return np.array([k in kinds for k in self.kind], np.bool_)
 
-    def sorted(self) -> "Collectives":
-        order = np.argsort(self.issue_ns, kind="stable")
-        picked = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            picked[field.name] = (
-                value[order] if isinstance(value, np.ndarray) else tuple(value[i] for i in order)
-            )
-        return Collectives(**picked)
-
 
 @dataclass
 class _Row:
@@ -89,11 +79,23 @@ def find_collectives(trace: Trace, threads: HostThreads, activity: Activity) -> 
         _join_kernels(trace, activity, rows, issue_of_event)
     else:
         _join_gloo_spans(trace, activity, rows)
-    columns = {f.name: [getattr(row, f.name) for row in rows] for f in fields(_Row)}
-    integer = ("issue_row", "issue_ns", "start", "end", "bytes", "world")
+    rows.sort(key=lambda row: row.issue_ns)
+
+    def integers(name: str) -> Integers:
+        return np.array([getattr(row, name) for row in rows], np.int64)
+
     return Collectives(
-        **{k: np.array(v, np.int64) if k in integer else tuple(v) for k, v in columns.items()}
-    ).sorted()
+        kind=tuple(row.kind for row in rows),
+        issue_row=integers("issue_row"),
+        issue_ns=integers("issue_ns"),
+        start=integers("start"),
+        end=integers("end"),
+        bytes=integers("bytes"),
+        world=integers("world"),
+        group=tuple(row.group for row in rows),
+        dtype=tuple(row.dtype for row in rows),
+        missing=tuple(row.missing for row in rows),
+    )
 
 
 def _issued(trace: Trace) -> tuple[list[_Row], dict[int, int]]:

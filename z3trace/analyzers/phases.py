@@ -86,9 +86,7 @@ def find_phases(trace: Trace, threads: HostThreads, steps: Steps) -> Phases:
     return _segments(cuts, marks, settled)
 
 
-def _segments(
-    cuts: list[tuple[int, str]], marks: list[tuple[int, int]], settled: dict[int, int]
-) -> Phases:
+def _segments(cuts: list[tuple[int, str]], marks: list[tuple[int, int]], settled: dict[int, int]) -> Phases:
     # At one instant the later-added cut holds: a backward over the mark that it begins.
     ordered = sorted(dict(cuts).items())
     starts = np.array([t for t, _ in ordered], np.int64)
@@ -124,7 +122,7 @@ def _backward_runs(trace: Trace) -> list[tuple[int, int, int | None]]:
     is_node = np.zeros(len(trace), np.bool_)
     is_node[nodes] = True
     nodes = nodes[nearest_ancestor(trace, nodes, is_node) < 0]
-    forwards = np.unique(trace.forward_of[nodes])
+    forwards = np.unique(trace.forward_of[nodes]).astype(np.int64)
     forwards = forwards[forwards >= 0]
     forwards = forwards[nearest_ancestor(trace, forwards, is_node, or_self=True) < 0]
     times = np.concatenate((trace.ts[nodes], trace.ts[forwards]))

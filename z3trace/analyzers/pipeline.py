@@ -17,6 +17,7 @@ from z3trace.analyzers.attribution import Attribution, Placement, attribute, fra
 from z3trace.analyzers.attribution.labelled import chains, kinds_by_label
 from z3trace.analyzers.collectives import Collectives, find_collectives
 from z3trace.analyzers.host import HostThreads, find_threads
+from z3trace.analyzers.idle import IdleSplits, host_timeline, split_idle, totals
 from z3trace.analyzers.layers import ROOT, LayerNames
 from z3trace.analyzers.phases import NAMES, Phases, find_phases
 from z3trace.analyzers.spans import compute_by_layer, find_module_spans, union_total
@@ -80,7 +81,7 @@ class RankAnalysis:
     # Rows of the report's tables.
 
     def whole_trace_rows(self) -> list[dict[str, Any]]:
-        parts = whole_trace(self.activity)
+        parts = whole_trace(self.activity.recorded(self.trace))
         if parts is None:
             return []
         return [{
@@ -158,11 +159,38 @@ class RankAnalysis:
             )
         return result
 
-    def gather_rows(self) -> list[dict[str, Any]]:
+    @cached_property
+    def idle(self) -> IdleSplits:
+        """All idle time from the first step's start to the last step's end, cut twice."""
+        windows = self.steps.steps
+        if not windows:
+            return IdleSplits((), ())
+        start, end = min(s.start for s in windows), max(s.end for s in windows)
+        timeline = host_timeline(self.trace, self.threads)
+        return split_idle(self.trace, self.activity, timeline, start, end)
+
+    def idle_rows(self) -> list[dict[str, Any]]:
+        splits = {"host_state": self.idle.host_state, "cause": self.idle.cause}
+        return [
+            {
+                "rank": self.rank, "step": step.number, "split": split, "name": name, "gaps": gaps,
+                "idle_ns": ns, "where": where,
+            }
+            for step in self.steps.steps
+            for split, pieces in splits.items()
+            for name, gaps, ns, where in totals(self.trace, pieces, step.start, step.end)
+        ]  # fmt: skip
+
+    def gather_rows(self, transfer: np.ndarray) -> list[dict[str, Any]]:
+        """All-gathers; `transfer` is the transfer time of each collective over the ranks (NULL unknown)."""
         rows = []
         for k in np.flatnonzero(self.collectives.is_kind("all_gather")).tolist():
             owner = self.attribution.owners[k]
-            start = known(self.collectives.start[k])
+            start, end = known(self.collectives.start[k]), known(self.collectives.end[k])
+            moved = known(transfer[k])
+            waited = None
+            if start is not None and end is not None and moved is not None:
+                waited = end - start - moved
             rows.append({
                 "rank": self.rank, "step": self.step_number(k),
                 "micro_batch": int(self.placement.micro_batch[k]), "issued_phase": self.placement.phase[k],
@@ -170,8 +198,8 @@ class RankAnalysis:
                 "unit": owner.unit, "parameters": list(owner.parameters) if owner.parameters else None,
                 "reason": owner.reason, "bytes": known(self.collectives.bytes[k]),
                 "start_ns": start if start is not None else int(self.collectives.issue_ns[k]),
-                "end_ns": known(self.collectives.end[k]), "exposed_ns": known(self.exposed_ns[k]),
-                "transfer_ns": None, "peer_wait_ns": None,
+                "end_ns": end, "exposed_ns": known(self.exposed_ns[k]), "transfer_ns": moved,
+                "peer_wait_ns": waited,
             })  # fmt: skip
         return rows
 

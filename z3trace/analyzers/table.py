@@ -80,11 +80,9 @@ class Table:
         """The table as a DataFrame; unknown values are <NA>."""
         import pandas as pd
 
-        return pd.DataFrame(
-            {
-                c.name: pd.array(self.column(c.name), dtype=_FRAME_DTYPES[c.kind])
-                if c.kind in _FRAME_DTYPES
-                else pd.Series(self.column(c.name), dtype=object)
-                for c in self.schema.columns
-            }
+        frame = pd.DataFrame(
+            {c.name: pd.Series(self.column(c.name), dtype=object) for c in self.schema.columns}
+        )
+        return frame.astype(
+            {c.name: _FRAME_DTYPES[c.kind] for c in self.schema.columns if c.kind in _FRAME_DTYPES}
         )

@@ -1,1 +1,1 @@
-"""TODO"""
+"""Rendering: reports as text. Nothing here computes, nothing here knows options."""

@@ -23,7 +23,10 @@ def framework_of(trace: Trace) -> str:
     names = [n for n in trace.values("name") if isinstance(n, str)]
     if any(n.startswith("PreBackwardFunctionForModule") or "ForZeroStage3" in n for n in names):
         return "deepspeed"
-    if any(n.startswith(("DistributedDataParallel.", "torch.distributed.ddp", "torch::distributed::reducer")) for n in names):
+    if any(
+        n.startswith(("DistributedDataParallel.", "torch.distributed.ddp", "torch::distributed::reducer"))
+        for n in names
+    ):
         return "ddp"
     return "unknown"
 
@@ -43,5 +46,5 @@ def attribute(
     if framework == "fsdp2":
         return fsdp.attribute_fsdp2(trace, collectives, placement), placement
     if framework == "deepspeed":
-        return deepspeed.attribute(trace, collectives, placement, phases, description)
+        return deepspeed.attribute(trace, collectives, placement, steps, phases, description), placement
     return repetition.attribute(framework, collectives, placement), placement

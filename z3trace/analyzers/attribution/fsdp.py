@@ -17,7 +17,7 @@ _FSDP1 = "FullyShardedDataParallel."
 
 
 def version_of(trace: Trace) -> str | None:
-    """"fsdp2", "fsdp1" or None, by the ranges in the trace."""
+    """ "fsdp2", "fsdp1" or None, by the ranges in the trace."""
     names = [n for n in trace.values("name") if isinstance(n, str)]
     if any(n.startswith("FSDP::") for n in names):
         return "fsdp2"

@@ -115,7 +115,9 @@ def _late_launch(timeline: Timeline, calls: _BlockingCalls, low: int, high: int)
     return pieces
 
 
-def totals(trace: Trace, pieces: tuple[Piece, ...], start: int, end: int) -> list[tuple[str, int, int, str | None]]:
+def totals(
+    trace: Trace, pieces: tuple[Piece, ...], start: int, end: int
+) -> list[tuple[str, int, int, str | None]]:
     """(name, pieces, ns, the operation that had most of it) of the pieces inside [start, end), largest first."""
     amount: dict[str, int] = defaultdict(int)
     count: dict[str, int] = defaultdict(int)

@@ -20,7 +20,11 @@ BLOCKING = ("sync_stream", "sync_event", "sync_device", "allocator")
 # A pause between two operators longer than this is the program's own work, not the cost of dispatching.
 LONG_PAUSE_NS = 100_000
 
-_SYNC = {"StreamSynchronize": "sync_stream", "EventSynchronize": "sync_event", "DeviceSynchronize": "sync_device"}
+_SYNC = {
+    "StreamSynchronize": "sync_stream",
+    "EventSynchronize": "sync_event",
+    "DeviceSynchronize": "sync_device",
+}
 _ALLOCATING = ("Malloc", "Free", "MallocHost", "HostAlloc", "FreeHost", "HostFree", "MallocAsync", "FreeAsync",
                "MallocManaged", "MemCreate", "MemRelease", "MemMap", "MemUnmap", "MemSetAccess",
                "MemAddressReserve", "MemAddressFree", "MemAlloc_v2", "MemAlloc", "MemFree", "MemFree_v2",
@@ -31,7 +35,12 @@ _HOOK_PREFIXES = (
 )  # fmt: skip
 _ISSUE_PREFIXES = ("FSDP::all_gather", "nccl:", "z3::gather", "z3::fetch", "z3::prefetch", "z3::reduce ")
 # Ranges around a whole forward: what runs inside them is the model, not a hook.
-_TRANSPARENT = ("FullyShardedDataParallel.forward", "DistributedDataParallel.forward", "z3::forward", "z3::backward")
+_TRANSPARENT = (
+    "FullyShardedDataParallel.forward",
+    "DistributedDataParallel.forward",
+    "z3::forward",
+    "z3::backward",
+)
 # What frameworks do right before a coalesced gather or reduction: packing its input.
 _PACKING = frozenset({"aten::cat", "aten::empty", "aten::copy_", "aten::_foreach_copy_", "aten::chunk_cat"})
 _MODULE_ENTRY = "PostBackwardFunctionModule"  # the last thing DeepSpeed's pre-forward hook does
@@ -171,7 +180,9 @@ def _extend_issues(trace: Trace, rows: Integers, states: NDArray[np.int8]) -> No
         if states[k] == issue:
             # The call itself reaches back; a range that already holds its preparation does not.
             name = str(names[codes[row]])
-            leads_to_call = bool(issues[codes[row]]) or (leads_to_call and not name.startswith(_ISSUE_PREFIXES))
+            leads_to_call = bool(issues[codes[row]]) or (
+                leads_to_call and not name.startswith(_ISSUE_PREFIXES)
+            )
         elif states[k] == hooks:
             if leads_to_call:
                 states[k] = issue
