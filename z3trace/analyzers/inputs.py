@@ -33,9 +33,9 @@ _RANK_IN_NAME = (
 class Run:
     """The traces of one job, sorted by rank, and what is known about it.
 
-    `description` is run.json of a run directory, else model.json beside the traces, else the trace's own `z3trace`
-    metadata. `model` is what was given for the model or the part of the description that names modules and
-    parameters. `notes` say, a line each, what was left out or assumed.
+    `description` is run.json of a run directory, else model.json beside the traces, else the trace's own
+    `z3trace` metadata. `model` is what was given for the model or the part of the description that names
+    modules and parameters. `notes` say, a line each, what was left out or assumed.
     """
 
     traces: tuple[Trace, ...]
@@ -62,9 +62,8 @@ def open_run(
     Args:
         paths: trace files, run directories, folders of traces, globs, or "-" for stdin.
         model: a model.json to use in place of the one beside the traces.
-        rank_regex: finds the rank in a file's path, in its first group, where neither the file nor its name says it.
-        ranks: keep only these.
-        jobs: load that many files at a time, each in a process of its own.
+        rank_regex: finds the rank in a file's path, in its first group, where neither the file nor its name
+        says it. ranks: keep only these. jobs: load that many files at a time, each in a process of its own.
         max_bytes: give up on a file that is larger than this when unpacked.
 
     Raises:
@@ -210,7 +209,7 @@ def _ranked(traces: list[Trace], pattern: re.Pattern[str] | None, notes: list[st
 
 
 def rank_from_name(path: str, pattern: re.Pattern[str] | None = None) -> int | None:
-    """The rank in a file's name, as the usual recorders write it; else where `pattern` finds it in the path."""
+    """The rank in a file's name, as the usual recorders write it; else what `pattern` finds in the path."""
     name = Path(path).name
     for usual in _RANK_IN_NAME:
         match = usual.search(name)

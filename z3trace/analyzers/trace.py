@@ -35,7 +35,8 @@ class Lane:
     """A thread of a process or a stream of a device.
 
     `device` and `stream` are set on device lanes. `names` are all names given to it, innermost text only
-    ("thread 7090 (pt_gloo_runloop)" is "pt_gloo_runloop"); the system reuses thread ids, so there may be several.
+    ("thread 7090 (pt_gloo_runloop)" is "pt_gloo_runloop"); the system reuses thread ids, so there may be
+    several.
     """
 
     process: Value
@@ -64,8 +65,8 @@ class Columns:
 class Trace:
     """The events of one file, in file order: row numbers are stable ids.
 
-    Times are int64 ns as in the file (from `baseTimeNanoseconds` on, where the metadata has it); NULL where absent.
-    All arrays are read-only. Lanes, nesting and links are computed when first asked for, once.
+    Times are int64 ns as in the file (from `baseTimeNanoseconds` on, where the metadata has it); NULL where
+    absent. All arrays are read-only. Lanes, nesting and links are computed when first asked for, once.
     """
 
     def __init__(
@@ -114,7 +115,8 @@ class Trace:
         """An integer column, dense, NULL where absent. Unknown names raise KeyError."""
         if column not in INT_COLUMNS:
             raise KeyError(f"no integer column {column!r}: there are {', '.join(INT_COLUMNS)}")
-        return self._densely(column, NULL, np.int64)
+        dense: Int64 = self._densely(column, NULL, np.int64)
+        return dense
 
     def codes(self, column: str) -> npt.NDArray[np.signedinteger[Any]]:
         """The codes of a coded column, one for each event; `values` says what they stand for."""
@@ -122,7 +124,8 @@ class Trace:
             return self._columns.codes[column]
         if column not in CODED_COLUMNS:
             raise KeyError(f"no coded column {column!r}: there are {', '.join(CODED_COLUMNS)}, cat_raw")
-        return self._densely(column, 0, np.int32)
+        dense: Int32 = self._densely(column, 0, np.int32)
+        return dense
 
     def values(self, column: str) -> list[Value]:
         """What the codes of a column stand for; None stands for absent."""
@@ -220,7 +223,7 @@ class Trace:
 
     @cached_property
     def process_scope(self) -> Int32:
-        """The host process each event belongs to, as a code of `pid`: device work belongs to who launched it."""
+        """The host process of each event, as a code of `pid`: device work belongs to who launched it."""
         pid = self.codes("pid").astype(np.int32)
         return _locked(
             links.process_scopes(
@@ -265,7 +268,7 @@ class Trace:
 
     @property
     def launches_without_work(self) -> int:
-        """Runtime calls that launch by their name (launch, memcpy, memset) but have no activity in the trace."""
+        """Runtime calls that launch by their name (launch, memcpy, memset) but without work in the trace."""
         launching = self.named(lambda name: bool(_LAUNCHING.search(name)))
         calls = self._calls[launching[self._calls]]
         launched = np.zeros(len(self), np.bool_)
@@ -283,7 +286,7 @@ class Trace:
 
     @property
     def rank(self) -> int | None:
-        """The rank: the one given by `with_rank`, else what the file names in distributedInfo or our metadata."""
+        """The rank: given by `with_rank`, else what the file names in distributedInfo or our metadata."""
         return self._identity("rank") if self._rank is None else self._rank
 
     def with_rank(self, rank: int) -> "Trace":

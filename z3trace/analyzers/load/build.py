@@ -67,7 +67,9 @@ def _joined(parts: list[npt.NDArray[Any]], dtype: type[np.signedinteger[Any]]) -
 def _settled(codes: npt.NDArray[Any], given: list[Any], settle: Any) -> tuple[npt.NDArray[Any], list[Value]]:
     """Codes and values after `settle` has been applied to each distinct value."""
     settled = Codes()
-    table = np.array([settled[settle(value)] for value in given], np.int32)
+    table = np.zeros(len(given), np.int32)
+    used = np.flatnonzero(np.bincount(codes, minlength=len(given)))
+    table[used] = settled.of([settle(given[code]) for code in used.tolist()])
     dtype = np.int8 if len(settled) < 128 else np.int16 if len(settled) < 1 << 15 else np.int32
     return (table.astype(dtype)[codes] if len(given) else codes.astype(dtype)), list(settled)
 

@@ -1,13 +1,14 @@
 """Typed events -> numpy columns, block by block.
 
-Columns of args are kept sparse, as (row, value) for the events that carry them, in the narrowest integer type that
-holds them: a trace of 4 million events then takes a third of what dense int64 columns take.
+Columns of args are kept sparse, as (row, value) for the events that carry them, in the narrowest integer
+type that holds them: a trace of 4 million events then takes a third of what dense int64 columns take.
 """
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -26,16 +27,18 @@ Rows = npt.NDArray[np.intp]
 class Codes(dict[Any, int]):
     """Value -> code; a value met for the first time gets the next code."""
 
-    def __missing__(self, value: Any) -> int:
-        code = self[value] = len(self)
-        return code
-
     def of(self, values: Sequence[Any]) -> npt.NDArray[np.int32]:
+        count = len(values)
         try:
-            return np.fromiter(map(self.__getitem__, values), np.int32, len(values))
-        except TypeError:  # a list or an object stands where a string or a number belongs
-            hashable = [json.dumps(v) if isinstance(v, list | dict) else v for v in values]
-            return np.fromiter(map(self.__getitem__, hashable), np.int32, len(values))
+            found = itemgetter(*values)(self) if count > 1 else tuple(self[value] for value in values)
+        except (KeyError, TypeError):
+            found = tuple(map(self._code, values))
+        return np.frombuffer(struct.pack(f"{count}i", *found), np.int32)
+
+    def _code(self, value: Any) -> int:
+        if isinstance(value, list | dict):  # where a string or a number belongs
+            value = json.dumps(value)
+        return self.setdefault(value, len(self))
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class SparseColumn:
         self.pieces: list[Piece] = []
 
     def append(self, base: int, size: int, rows: Rows | None, values: Ints, absent: int) -> None:
-        """Add values of the block of `size` events that starts at row `base`; `rows` are rows in that block."""
+        """Add values of the block of `size` events that starts at row `base`; `rows` count from there."""
         present = values != absent
         count = int(np.count_nonzero(present))
         if not count:
@@ -100,7 +103,7 @@ def _narrow(values: Ints, absent: int) -> Ints:
 
 
 def to_int(value: Any) -> int | None:
-    """An integer as the dialects write it (number, text, hexadecimal text); None if it is none, NULL if absent."""
+    """An integer as the dialects write it (number, text, hexadecimal); None for another value, NULL for null."""
     if value is None:
         return NULL
     if isinstance(value, str):
@@ -115,7 +118,27 @@ def to_int(value: Any) -> int | None:
     return None
 
 
-_LEADERS = tuple(fields.FOLLOWERS)
+Getters = list[tuple[str, decode.Getter]]
+
+
+def _getters(columns: Iterable[str]) -> Getters:
+    return [(column, decode.getter(column)) for column in columns]
+
+
+_TOP_GETTERS = _getters(("ts", "dur", *fields.TOP, "id", "args"))
+_INT_GETTERS = [
+    (column, [decode.getter(f"{column}_{number}") for number in range(len(keys))])
+    for column, keys in fields.INTS.items()
+]
+_FOLLOWERS = {leader: _getters(group) for leader, group in fields.FOLLOWERS.items()}
+_CODED_GETTERS = _getters(fields.CODED)
+_RAW_GETTERS = _getters(fields.RAW)
+_COLLECTIVE_INTS = _getters(fields.COLLECTIVE_INTS)
+_COLLECTIVE_CODED = _getters(fields.COLLECTIVE_CODED)
+_SYNC_INTS = _getters(fields.SYNC_INTS)
+_OTHER_INTS = _getters(fields.OTHER_INTS)
+_FIRST = _INT_GETTERS[0][0]
+_SYNC = 0
 
 
 class ColumnBuilder:
@@ -129,39 +152,32 @@ class ColumnBuilder:
         self.codes: dict[str, Codes] = {column: Codes() for column in fields.CODED_COLUMNS}
         for column in fields.CODED_COLUMNS[len(fields.TOP) :]:
             self.codes[column][None] = 0
+        # Known from the start, so that a look at the code tells them from the rest.
+        self.codes["ph"].update({phase: code for code, phase in enumerate(fields.SPAN_OR_FLOW)})
+        self.codes["cat"]["cuda_sync"] = _SYNC
         self.sparse: dict[str, SparseColumn] = {}
         self.labels: list[tuple[int, Any, Any]] = []
-        self._top = [(column, decode.getter(column)) for column in ("ts", "dur", *fields.TOP, "id", "args")]
-        self._ints = [
-            (column, [decode.getter(f"{column}_{i}") for i in range(len(keys))])
-            for column, keys in fields.INTS.items()
-        ]
-        self._coded = [(column, decode.getter(column)) for column in fields.CODED]
-        self._raw = [(column, decode.getter(column)) for column in fields.RAW]
-        self._collective_ints = [(column, decode.getter(column)) for column in fields.COLLECTIVE_INTS]
-        self._collective_coded = [(column, decode.getter(column)) for column in fields.COLLECTIVE_CODED]
-        self._other = [(column, decode.getter(column)) for column in fields.OTHER_INTS]
-        self._followers = {
-            leader: [(column, decode.getter(column)) for column in group]
-            for leader, group in fields.FOLLOWERS.items()
-        }
 
     def add(self, events: list[Any], texts: bool) -> None:
         """Append a block of decoded events; `texts` says whether their times are text.
 
         Raises NeedText, before anything is changed, where a time given as a number has lost digits.
         """
-        struct_type = decode.TextEvent if texts else decode.NumberEvent
-        usable = [event for event in events if type(event) is struct_type]
-        if len(usable) < len(events):
+        try:
+            read = {column: get(events) for column, get in _TOP_GETTERS}
+        except AttributeError:
+            objects = [event for event in events if isinstance(event, decode.EVENT_TYPES)]
             self.notes.add(
                 "not_an_event",
                 "{count} entries of traceEvents are no objects: left out",
-                len(events) - len(usable),
+                len(events) - len(objects),
             )
-        if not usable:
+            if objects:
+                self.add(objects, texts)
             return
-        read = {column: get(usable) for column, get in self._top}
+        size = len(events)
+        if not size:
+            return
         to_ns = texts_to_ns if texts else numbers_to_ns
         converted = {column: to_ns(read[column]) for column in ("ts", "dur")}
         for column, (ns, unusable) in converted.items():
@@ -170,49 +186,56 @@ class ColumnBuilder:
                 self.notes.add(
                     f"bad_{column}", f"{{count}} events with an unusable {column}: taken as absent", unusable
                 )
+        codes = {column: self.codes[column].of(read[column]) for column in fields.TOP}
         for column in fields.TOP:
-            self.top[column].append(self.codes[column].of(read[column]))
-        self._integers("id", read["id"], None, len(usable))
-        self._args(read["args"], read["ph"])
-        self.size += len(usable)
+            self.top[column].append(codes[column])
+        self._integers("id", read["id"], None, size)
+        self._args(read["args"], codes["ph"], codes["cat"])
+        self.size += size
 
-    def _args(self, args: list[Any], phases: list[Any]) -> None:
-        size = len(args)
-        is_args = [type(a) is decode.Args for a in args]
+    def _args(
+        self, given: list[Any], phases: npt.NDArray[np.int32], categories: npt.NDArray[np.int32]
+    ) -> None:
+        size = len(given)
         rows: Rows | None = None
-        if not all(is_args):
-            rows = np.flatnonzero(np.fromiter(is_args, np.bool_, size))
-            strange = size - args.count(None) - len(rows)
-            if strange:
-                self.notes.add(
-                    "strange_args", "{count} events whose args are no object: args left out", strange
-                )
-            args = [a for a in args if type(a) is decode.Args]
+        args = given
+        if given.count(None):
+            args = [a for a in given if a is not None]
+            rows = np.array([row for row, a in enumerate(given) if a is not None], np.intp)
+        try:
+            first = _INT_GETTERS[0][1][0](args)
+        except AttributeError:
+            self.notes.add(
+                "strange_args",
+                "{count} events whose args are no object: args left out",
+                sum(type(a) is not decode.Args for a in args),
+            )
+            self._args([a if type(a) is decode.Args else None for a in given], phases, categories)
+            return
         if not args:
             return
-        present: Any = None
-        for column, getters in self._ints:
-            values = getters[0](args)
+        for column, getters in _INT_GETTERS:
+            values = first if column == _FIRST else getters[0](args)
             for alternative in getters[1:]:
                 others = alternative(args)
                 if others.count(NULL) < len(others):
-                    values = [b if a is NULL else a for a, b in zip(values, others, strict=True)]
+                    values = [b if a == NULL else a for a, b in zip(values, others, strict=True)]
             present = self._integers(column, values, rows, size)
-            if present is not None and column in self._followers:
-                chosen, chosen_rows = _choose(args, rows, present)
-                for follower, get in self._followers[column]:
-                    self._integers(follower, get(chosen), chosen_rows, size)
+            if present is not None and column in _FOLLOWERS:
+                self._some_integers(_FOLLOWERS[column], *_choose(args, rows, present), size)
         self._collectives(args, rows, size)
-        for column, get in self._raw:
+        for column, get in _RAW_GETTERS:
             values = get(args)
             if values.count(decode.NO_TEXT) < len(values):
                 texts = [bytes(v) or None for v in values]
                 self._put(column, self.codes[column].of(texts), rows, size, 0)
-        self._others(args, rows, phases, size)
+        if rows is not None:
+            phases, categories = phases[rows], categories[rows]
+        self._rare(args, rows, phases >= len(fields.SPAN_OR_FLOW), categories == _SYNC, size)
 
     def _collectives(self, args: list[Any], rows: Rows | None, size: int) -> None:
         named = np.zeros(len(args), np.bool_)
-        for column, get in self._coded:
+        for column, get in _CODED_GETTERS:
             values = get(args)
             if values.count(None) < len(values):
                 codes = self.codes[column].of(values)
@@ -221,24 +244,31 @@ class ColumnBuilder:
         if not named.any():
             return
         chosen, chosen_rows = _choose(args, rows, named)
-        for column, get in self._collective_ints:
-            self._integers(column, get(chosen), chosen_rows, size)
-        for column, get in self._collective_coded:
+        self._some_integers(_COLLECTIVE_INTS, chosen, chosen_rows, size)
+        for column, get in _COLLECTIVE_CODED:
             self._put(column, self.codes[column].of(get(chosen)), chosen_rows, size, 0)
 
-    def _others(self, args: list[Any], rows: Rows | None, phases: list[Any], size: int) -> None:
-        """The allocator's instants and the names of processes and threads: few events, read one by one."""
-        if rows is not None:
-            phases = [phases[i] for i in rows]
-        other = [i for i, phase in enumerate(phases) if phase not in _FREQUENT]
-        if not other:
-            return
-        chosen, chosen_rows = _choose(args, rows, np.array(other))
-        for column, get in self._other:
-            self._integers(column, get(chosen), chosen_rows, size)
-        for a, row in zip(chosen, chosen_rows, strict=True):
-            if a.label_name is not None or a.label_labels is not None:
-                self.labels.append((self.size + int(row), a.label_name, a.label_labels))
+    def _rare(
+        self,
+        args: list[Any],
+        rows: Rows | None,
+        other: npt.NDArray[np.bool_],
+        sync: npt.NDArray[np.bool_],
+        size: int,
+    ) -> None:
+        """Rare kinds of events: waits on the device, the allocator's instants, names of processes and threads."""
+        if sync.any():
+            self._some_integers(_SYNC_INTS, *_choose(args, rows, sync), size)
+        if other.any():
+            chosen, chosen_rows = _choose(args, rows, other)
+            self._some_integers(_OTHER_INTS, chosen, chosen_rows, size)
+            for a, row in zip(chosen, chosen_rows.tolist(), strict=True):
+                if a.label_name is not None or a.label_labels is not None:
+                    self.labels.append((self.size + row, a.label_name, a.label_labels))
+
+    def _some_integers(self, getters: Getters, args: list[Any], rows: Rows, size: int) -> None:
+        for column, get in getters:
+            self._integers(column, get(args), rows, size)
 
     def _integers(
         self, column: str, values: list[Any], rows: Rows | None, size: int
@@ -263,9 +293,6 @@ class ColumnBuilder:
 
     def _put(self, column: str, values: Ints, rows: Rows | None, size: int, absent: int) -> None:
         self.sparse.setdefault(column, SparseColumn()).append(self.size, size, rows, values, absent)
-
-
-_FREQUENT = frozenset(fields.SPAN_OR_FLOW)
 
 
 def _choose(args: list[Any], rows: Rows | None, chosen: npt.NDArray[Any]) -> tuple[list[Any], Rows]:

@@ -24,7 +24,7 @@ def _args_struct() -> type[msgspec.Struct]:
     for column, keys in fields.INTS.items():
         for number, key in enumerate(keys):
             member(f"{column}_{number}", key, object, NULL)
-    for group in (*fields.FOLLOWERS.values(), fields.COLLECTIVE_INTS, fields.OTHER_INTS):
+    for group in (*fields.FOLLOWERS.values(), fields.COLLECTIVE_INTS, fields.SYNC_INTS, fields.OTHER_INTS):
         for column, key in group.items():
             member(column, key, object, NULL)
     for group in (fields.CODED, fields.COLLECTIVE_CODED, fields.LABEL_KEYS):
@@ -56,6 +56,7 @@ def _event_struct(time_type: Any, time_default: Any) -> type[msgspec.Struct]:
 
 NumberEvent = _event_struct(object, ABSENT)
 TextEvent = _event_struct(Raw, NO_TEXT)
+EVENT_TYPES = (NumberEvent, TextEvent)
 
 
 def _list_of(event: type[msgspec.Struct]) -> Any:

@@ -1,13 +1,14 @@
-"""The text of a list of events -> decoded events, whole where it is sound, event by event where it is damaged.
+"""The text of a list of events -> decoded events, whole where it is sound, event by event where it is
+damaged.
 
-Event boundaries are found in the text: `},` then `{` and the quote of a key that only events have. Such a match
-cannot lie inside a sound string, because there the quote before the key would end it.
+Event boundaries are found in the text: `},` then `{` and the quoted key that an event starts with. Such a
+match cannot lie inside a sound string, because there the quote before the key would end it.
 """
 
 import re
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -17,16 +18,21 @@ from z3trace.analyzers.load.notes import Notes
 
 _KEYS = rb'"(?:ph|name|cat|ts|pid|tid|id|args|dur|bp|s)"\s*:'
 _BOUNDARY = re.compile(rb"\}\s*,(?=\s*\{\s*" + _KEYS + rb")")
-_START = re.compile(rb"\{\s*(?:" + _KEYS + rb')|(?<=[,}\s])\{\s*"')
+_START = re.compile(rb"\{\s*" + _KEYS + rb'|(?<=[,}\s])\{\s*"')
+_EVENT = re.compile(rb"\{\s*(?=" + _KEYS + rb')(?=[^{}]{0,2000}"ph"\s*:)')
 _POSITION = re.compile(r"\(byte (\d+)\)")
+_INDEX = re.compile(r"`\$\[(\d+)\]")
 _TRAILING = re.compile(r"trailing characters \(byte (\d+)\)")
 _AFTER_LIST = re.compile(rb'\s*(?:,\s*"|\}|\Z)')
+_LIST_END = re.compile(rb"[\s,]*\]")
+
+FAILURES = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
+"""What decoding raises on damaged text."""
 
 DecodeList = Callable[[Any], list[Any]]
-_FAILURES = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 
 
-def last_boundary(text: bytes, searched: int = 0) -> int:
+def last_boundary(text: bytes | bytearray, searched: int = 0) -> int:
     """Position of the last comma between two events behind `searched`; -1 if there is none."""
     step = 1 << 13
     low = high = len(text)
@@ -42,67 +48,86 @@ def last_boundary(text: bytes, searched: int = 0) -> int:
     return -1
 
 
-def list_end(text: bytes, error: Exception) -> int | None:
+def list_end(text: bytes | bytearray | memoryview, error: Exception) -> int | None:
     """Where the list of events ends in `text`, if decoding failed only because something follows it."""
     trailing = _TRAILING.search(str(error))
     if trailing is None:
         return None
     end = int(trailing.group(1))
-    if not text[:end].rstrip().endswith(b"]"):
+    if not bytes(text[max(0, end - 512) : end]).rstrip().endswith(b"]"):
         end -= 1  # the position counts the first character behind the list in
     return end if _AFTER_LIST.match(text, end) else None
 
 
+def first_event(text: bytes, decode_list: DecodeList) -> int | None:
+    """Where the first sound event starts in a text that should hold none."""
+    for match in _EVENT.finditer(text):
+        start = match.start()
+        boundary = _BOUNDARY.search(text, start)
+        end = boundary.end() - 1 if boundary else text.rfind(b"}") + 1
+        if _only_event(decode_list, b"[" + text[start:end] + b"]") is not None:
+            return start
+        if not boundary and mend(text[start:]):
+            return start
+    return None
+
+
 @dataclass
 class Recovered:
-    """Events of a damaged text, the position where an unfinished one starts (None: nothing is left over)."""
+    """What could be read of a damaged text.
 
-    lists: list[list[Any]]
-    rest: int | None
+    `rest` starts with the bracket or comma before an event that is unfinished (empty: there is none);
+    `tail` is the text behind the end of the list (None: the list did not end).
+    """
+
+    lists: list[list[Any]] = field(default_factory=list)
+    rest: bytes = b""
+    tail: bytes | None = None
 
 
 class Recovery:
     """Reads a damaged list of events: everything that is sound, and of the rest what can be mended."""
 
-    def __init__(self, notes: Notes, decode_list: DecodeList) -> None:
-        self._notes = notes
-        self._decode = decode_list
-
-    def recover(self, text: bytes, final: bool) -> Recovered:
-        """`text` is `[event, event, …` without the closing bracket, cut at a boundary or at the end of the file.
+    def __init__(self, notes: Notes, decode_list: DecodeList, text: bytes, final: bool) -> None:
+        """`text` is `[event, event, …` without the closing bracket, cut at a boundary or at the end of the
+        file.
 
         `final` says that nothing more comes: an event that is cut off is then lost, else it is left over.
         """
-        sound = text.decode("utf-8", "replace")
-        replaced = sound.count("\ufffd") - text.count("\ufffd".encode())
-        if replaced:
-            self._notes.add("invalid_utf8", "{count} invalid UTF-8 sequences in strings: replaced", replaced)
-            text = sound.encode()
-        del sound
-        buffer = bytearray(text + b"]")
-        view = memoryview(buffer)
+        self._notes = notes
+        self._decode = decode_list
+        self._final = final
+        replaced = text.decode("utf-8", "replace")
+        invalid = replaced.count("\ufffd") - text.count(b"\xef\xbf\xbd")
+        if invalid:
+            notes.add("invalid_utf8", "{count} invalid UTF-8 sequences in strings: replaced", invalid)
+            text = replaced.encode()
+        self._text = text
+        self._view = memoryview(bytearray(text + b"]"))
         commas = [match.end() - 1 for match in _BOUNDARY.finditer(text)]
-        starts = [0, *commas]  # of the bracket or comma before each event
-        ends = [*commas, len(text)]
-        recovered = Recovered([], None)
-        at = 0
-        while at < len(starts):
-            good = self._sound_run(view, starts, ends, at, recovered.lists)
-            at += good
-            if at == len(starts):
-                break
-            following = self._next_sound(view, starts, ends, at, final)
-            if following is None:
-                if not final:
-                    recovered.rest = starts[at]
-                    break
-                following = len(starts)
-            self._mend(text[starts[at] + 1 : ends[following - 1]], recovered.lists, following == len(starts))
-            at = following
-        return recovered
+        self._starts = [0, *commas]  # of the bracket or comma before each event
+        self._ends = [*commas, len(text)]
+        self._found = Recovered()
 
-    def _list(self, view: memoryview, start: int, end: int) -> list[Any]:
+    def recover(self) -> Recovered:
+        count = len(self._starts)
+        at = 0
+        while at < count and self._found.tail is None:
+            at += self._sound_run(at)
+            if at == count or self._found.tail is not None:
+                break
+            following = self._next_sound(at)
+            if following is None and not self._final:
+                self._found.rest = self._text[self._starts[at] :]
+                break
+            following = count if following is None else following
+            self._mend(self._text[self._starts[at] + 1 : self._ends[following - 1]], following == count)
+            at = following
+        return self._found
+
+    def _list(self, start: int, end: int) -> list[Any]:
         """Decode the events between two commas, in place: the commas become brackets meanwhile."""
+        view = self._view
         first, last = view[start], view[end]
         view[start], view[end] = ord("["), ord("]")
         try:
@@ -110,103 +135,136 @@ class Recovery:
         finally:
             view[start], view[end] = first, last
 
-    def _sound_run(
-        self, view: memoryview, starts: list[int], ends: list[int], at: int, lists: list[list[Any]]
-    ) -> int:
-        """Decode as many events from `at` on as are sound; returns their number."""
+    def _keep(self, at: int, count: int) -> None:
+        self._found.lists.append(self._list(self._starts[at], self._ends[at + count - 1]))
+
+    def _is_sound(self, at: int, count: int) -> bool:
         try:
-            lists.append(self._list(view, starts[at], ends[-1]))
-            return len(starts) - at
-        except _FAILURES as error:
-            position = _POSITION.search(str(error))
-        low = 0
-        if position:
-            high = bisect_left(starts, starts[at] + int(position.group(1)), at) - at
-            for count in range(high, max(high - 3, 0), -1):
-                try:
-                    lists.append(self._list(view, starts[at], ends[at + count - 1]))
-                    return count
-                except _FAILURES:
-                    high = count - 1
-        else:
-            # The decoder did not say where: feel the way forward, so that the cost follows the distance.
-            high = 1
-            while at + high <= len(starts):
-                try:
-                    self._list(view, starts[at], ends[at + high - 1])
-                except _FAILURES:
-                    break
-                low, high = high, high * 2
-            high = min(high, len(starts) - at)
+            self._list(self._starts[at], self._ends[at + count - 1])
+        except FAILURES:
+            return False
+        return True
+
+    def _sound_run(self, at: int) -> int:
+        """Keep as many events from `at` on as are sound; returns their number."""
+        start, left = self._starts[at], len(self._starts) - at
+        try:
+            self._keep(at, left)
+            return left
+        except FAILURES as error:
+            end = list_end(b"[" + self._text[start + 1 :], error)
+            position, index = _POSITION.search(str(error)), _INDEX.search(str(error))
+        if end is not None:
+            self._found.lists.append(self._decode(b"[" + self._text[start + 1 : start + end]))
+            self._found.tail = self._text[start + end :]
+            return 0
+        most = left
+        if position or index:
+            guess = int(index.group(1)) if index else 0
+            if position:
+                guess = bisect_left(self._starts, start + int(position.group(1)), at) - at
+            for sound in range(min(guess, left), max(guess - 3, 0), -1):
+                if self._is_sound(at, sound):
+                    self._keep(at, sound)
+                    return sound
+            most = min(max(guess - 3, 0), left)
+        sound = self._feel(at, most)
+        if sound:
+            self._keep(at, sound)
+        return sound
+
+    def _feel(self, at: int, most: int) -> int:
+        """How many events from `at` on are sound, found so that the cost follows the number."""
+        low, high = 0, 1
+        while high <= most and self._is_sound(at, high):
+            low, high = high, high * 2
+        high = min(high - 1, most)
         while low < high:
             middle = (low + high + 1) // 2
-            try:
-                self._list(view, starts[at], ends[at + middle - 1])
+            if self._is_sound(at, middle):
                 low = middle
-            except _FAILURES:
+            else:
                 high = middle - 1
-        if low:
-            lists.append(self._list(view, starts[at], ends[at + low - 1]))
         return low
 
-    def _next_sound(
-        self, view: memoryview, starts: list[int], ends: list[int], at: int, final: bool
-    ) -> int | None:
-        """The first event behind the damaged one that is sound by itself; None if the damage may reach further."""
-        if not final:
+    def _next_sound(self, at: int) -> int | None:
+        """The first event behind the damaged one that is sound by itself; None if there is none yet."""
+        if not self._final:
             try:
-                self._list(view, starts[at], ends[-1])
-            except _FAILURES as error:
+                self._list(self._starts[at], self._ends[-1])
+            except FAILURES as error:
                 # Open brackets at the end: the cut may lie inside nested data of one sound event.
                 if "truncated" in str(error):
                     return None
-        for candidate in range(at + 1, len(starts)):
+        for candidate in range(at + 1, len(self._starts)):
             try:
-                (event,) = self._list(view, starts[candidate], ends[candidate])
-            except (*_FAILURES, ValueError):
+                events = self._list(self._starts[candidate], self._ends[candidate])
+            except FAILURES as error:
+                if candidate + 1 == len(self._starts) and _TRAILING.search(str(error)):
+                    return candidate  # the last event, and behind it the end of the list
                 continue
-            if getattr(event, "ph", None) is not None:
+            if _is_event(events):
                 return candidate
-        return len(starts) if final else None
+        return None
 
-    def _mend(self, text: bytes, lists: list[list[Any]], cut_off: bool) -> None:
+    def _mend(self, text: bytes, at_end: bool) -> None:
         """Take out of the text of one or more damaged events what can be read."""
         starts = [match.start() for match in _START.finditer(text) if not _is_nested(text, match.start())]
-        at = starts[0] if starts else len(text)
+        at = 0
         lost = not starts
         for number, start in enumerate(starts):
             if start < at:
                 continue
-            event = None
-            for end in [*starts[number + 1 : number + 9], len(text)]:
-                part = text[start:end].rstrip(b", \r\n\t")
-                event = self._event(part) or self._mended(part)
-                if event is not None:
-                    at = end
-                    lists.append([event])
+            for end in [*starts[number + 1 :][:8], len(text)][:9]:
+                taken = self._take(text[start:end])
+                if taken is not None:
+                    event, length = taken
+                    self._found.lists.append([event])
+                    at = start + length
                     break
-            lost = lost or event is None
-        if lost:
-            kind = "cut_off" if cut_off else "unreadable"
-            words = (
-                "the file ends within an event" if cut_off else "{count} unreadable places among the events"
+            else:
+                lost = True
+                continue
+            closing = _LIST_END.match(text, at)
+            if at_end and closing and end == len(text):
+                self._found.tail = text[closing.end() :]
+                break
+        if lost and at_end and self._found.tail is None:
+            self._notes.add("cut_off", "the file ends within an event: that event is lost")
+        elif lost:
+            self._notes.add(
+                "unreadable", "{count} unreadable places among the events: the event there is lost"
             )
-            self._notes.add(kind, f"{words}: the event there is lost")
 
-    def _event(self, text: bytes) -> Any | None:
-        try:
-            (event,) = self._decode(b"[" + text + b"]")
-        except (*_FAILURES, ValueError):
-            return None
-        return event if getattr(event, "ph", None) is not None else None
-
-    def _mended(self, text: bytes) -> Any | None:
-        mended = mend(text)
-        event = None if mended is None else self._event(mended)
+    def _take(self, text: bytes) -> tuple[Any, int] | None:
+        """The event that the text starts with, mended if need be, and where it ends."""
+        event = _only_event(self._decode, b"[" + text.rstrip(b", \r\n\t") + b"]")
         if event is not None:
-            self._notes.add("mended", "{count} damaged events: read except for the damaged values")
-        return event
+            return event, len(text)
+        mended = mend(text)
+        if mended is None:
+            return None
+        event = _only_event(self._decode, b"[" + mended[0] + b"]")
+        if event is None:
+            return None
+        self._notes.add("mended", "{count} damaged events: read except for the damaged values")
+        return event, mended[1]
+
+
+def _only_event(decode_list: DecodeList, text: bytes) -> Any | None:
+    try:
+        events = decode_list(text)
+    except FAILURES:
+        return None
+    return events[0] if _is_event(events) else None
+
+
+def _is_event(events: list[Any]) -> bool:
+    return len(events) == 1 and getattr(events[0], "ph", None) is not None
 
 
 def _is_nested(text: bytes, start: int) -> bool:
-    return text[:start].rstrip()[-1:] in (b":", b"[")
+    before = start - 1
+    while before >= 0 and text[before] in b" \r\n\t":
+        before -= 1
+    return before >= 0 and text[before] in b":["

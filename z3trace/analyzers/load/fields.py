@@ -51,6 +51,13 @@ FOLLOWERS: dict[str, dict[str, str]] = {
 }
 """Integer columns read only from events in which the leading column is present."""
 
+SYNC_INTS: dict[str, str] = {
+    "wait_stream": "wait_on_stream",
+    "wait_correlation": "wait_on_cuda_event_record_corr_id",
+    "wait_event": "wait_on_cuda_event_id",
+}
+"""Integer columns read only from events of category `cuda_sync`: what they wait for."""
+
 OTHER_INTS: dict[str, str] = {
     "alloc_bytes": "Bytes",
     "alloc_device": "Device Id",
@@ -62,13 +69,14 @@ OTHER_INTS: dict[str, str] = {
 LABEL_KEYS = {"label_name": "name", "label_labels": "labels"}
 """Args of `M` events, read to name processes and threads; they are no columns."""
 
-SPAN_OR_FLOW = frozenset({"X", "B", "E", "s", "t", "f"})
+SPAN_OR_FLOW = ("X", "B", "E", "s", "t", "f")
 
 INT_COLUMNS = (
     "id",
     *INTS,
     *(column for group in FOLLOWERS.values() for column in group),
     *COLLECTIVE_INTS,
+    *SYNC_INTS,
     *OTHER_INTS,
 )
 CODED_COLUMNS = (*TOP, *CODED, *COLLECTIVE_CODED, *RAW)

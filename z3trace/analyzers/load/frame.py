@@ -42,4 +42,5 @@ def to_frame(trace: "Trace") -> "pd.DataFrame":
     data["lane"] = trace.lane.copy()
     data |= {column: integers(trace.ints(column)) for column in INT_COLUMNS if trace.has(column)}
     data |= {column: categorical(column) for column in CODED_COLUMNS[len(TOP) :] if trace.has(column)}
-    return pd.DataFrame(data)
+    frame: pd.DataFrame = pd.DataFrame(data)
+    return frame

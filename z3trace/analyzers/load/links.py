@@ -1,4 +1,4 @@
-"""Links between events: launch -> device work, forward <-> backward, and which process an event belongs to."""
+"""Links between events: launch -> device work, backward -> forward, and the process an event belongs to."""
 
 from typing import Any
 
@@ -17,11 +17,11 @@ def process_scopes(
 ) -> Int32:
     """The host process that each event belongs to, as a code of `pid`.
 
-    Events of a host process belong to it. A device's process id is mapped to the host process whose calls launched
-    its work: the one with the most correlation ids in common and, where files of several ranks were merged and ids
-    collide, with the shortest median delay from call to work.
+    Events of a host process belong to it. A device's process id is mapped to the host process whose calls
+    launched its work: the one with the most correlation ids in common and, where files of several ranks
+    were merged and ids collide, with the shortest median delay from call to work.
     """
-    scope = pid.copy()
+    scope: Int32 = pid.copy()
     hosts = np.unique(pid[calls])
     if len(hosts) == 0:
         return scope
@@ -46,7 +46,7 @@ def process_scopes(
 
 
 def match_keys(wanted: Int64, keys: Int64, rows: Rows) -> Int64:
-    """For each wanted key the row (out of `rows`, which carry `keys`) with the same key; the first one; else -1."""
+    """For each wanted key the first of `rows` (which carry `keys`) with the same key; -1 for none."""
     found = np.full(len(wanted), -1, np.int64)
     if not len(keys) or not len(wanted):
         return found

@@ -1,19 +1,20 @@
 """Repairs the JSON text of one damaged event.
 
-A tolerant reader that never recurses: it takes what can be read and writes it out again as valid JSON. Raw control
-characters, unknown escapes, unescaped quotes, missing or doubled commas, NaN and Infinity, and nesting deeper than
-any decoder takes cost at most the value they stand in.
+A tolerant reader that never recurses: it takes what can be read and writes it out again as valid JSON. Raw
+control characters, unknown escapes, unescaped quotes, missing or doubled commas, NaN and Infinity, and
+nesting deeper than any decoder takes cost at most the value they stand in.
 """
 
 import re
 from dataclasses import dataclass, field
 
 MAX_DEPTH = 100
+MAX_DIGITS = 100
 
 _SPACE = re.compile(rb"[\s,\x00-\x1f]*")
 _STRING = re.compile(rb'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*"')
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-_NUMBER = re.compile(rb"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?(?=[\s,\]}]|\Z)")
+_NUMBER = re.compile(rb"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?(?=[\s,\]}]|\Z)")
 _LITERAL = re.compile(rb"(?:true|false|null)(?=[\s,\]}]|\Z)")
 _GARBAGE = re.compile(rb'[^\s,:"{}\[\]]+')
 _COLON = re.compile(rb"\s*:")
@@ -41,8 +42,8 @@ class _Container:
         return b"{" + inner + b"}" if self.is_object else b"[" + inner + b"]"
 
 
-def mend(text: bytes) -> bytes | None:
-    """Valid JSON of the object that `text` starts with, or None where its end cannot be found."""
+def mend(text: bytes) -> tuple[bytes, int] | None:
+    """Valid JSON of the object that `text` starts with and where it ends there; None if it has no end."""
     at = _SPACE.match(text).end()  # type: ignore[union-attr]
     if text[at : at + 1] != b"{":
         return None
@@ -59,7 +60,7 @@ def mend(text: bytes) -> bytes | None:
             if not _close(stack, character == b"}"):
                 continue
             if len(stack) == 1 and stack[0].key == b"closed":
-                return stack[0].items[0]
+                return stack[0].items[0], at
         elif character == b'"':
             at = _read_string(text, at, stack[-1])
         else:
@@ -128,7 +129,7 @@ def _escape(content: bytes) -> bytes:
 def _read_scalar(text: bytes, at: int, container: _Container) -> int:
     scalar = _NUMBER.match(text, at) or _LITERAL.match(text, at)
     if scalar:
-        container.add(scalar.group())
+        container.add(scalar.group() if len(scalar.group()) <= MAX_DIGITS else b"null")
         return scalar.end()
     garbage = _GARBAGE.match(text, at)
     container.add(b"null")

@@ -11,20 +11,21 @@ _ROUNDS = 64
 
 
 def enclosing(lane: Int32, start: Int64, end: Int64, encloses: Bool) -> Int32:
-    """For each event the innermost span of its lane that starts no later and ends no earlier; -1 if none does.
+    """For each event the innermost span of its lane that starts no later and ends no earlier; -1 if none
+    does.
 
     Args:
         lane, start, end: of n events; ns.
         encloses: which of them can be a parent.
 
-    Spans of a lane may overlap without nesting. Of several spans with the same start and end the earlier one in
-    the file is the outer one. Among the spans that enclose an event the one that starts last counts as innermost,
-    of those the shortest.
+    Spans of a lane may overlap without nesting. Of several spans with the same start and end the earlier
+    one in the file is the outer one. Among the spans that enclose an event the one that starts last counts
+    as innermost, of those the shortest.
 
-    Sorted by start and falling end, the parent is the nearest previous element that ends no earlier. Each element's
-    candidate jumps to the candidate's candidate until that holds, which is right at every step because whatever is
-    jumped over ends earlier still; flat lists take logarithmically many rounds, and each element of a deep nest is
-    left only once, so that the rest of a long walk is done one by one.
+    Sorted by start and falling end, the parent is the nearest previous element that ends no earlier. Each
+    element's candidate jumps to the candidate's candidate until that holds, which is right at every step
+    because whatever is jumped over ends earlier still; flat lists take logarithmically many rounds, and
+    each element of a deep nest is left only once, so that the rest of a long walk is done one by one.
     """
     n = len(lane)
     order = np.lexsort((-end, start, lane))  # stable: file order among equals

@@ -1,6 +1,5 @@
-"""A stream of JSON text -> columns and metadata, in blocks, so that memory follows the block and not the file."""
+"""A stream of JSON text -> columns and metadata, block by block: memory follows the block, not the file."""
 
-import json
 import re
 from typing import Any
 
@@ -9,15 +8,22 @@ import msgspec
 from z3trace.analyzers.errors import NotATraceError, TraceError
 from z3trace.analyzers.load import decode
 from z3trace.analyzers.load.columns import ColumnBuilder
-from z3trace.analyzers.load.events import Recovery, last_boundary, list_end
+from z3trace.analyzers.load.events import (
+    FAILURES,
+    Recovered,
+    Recovery,
+    first_event,
+    last_boundary,
+    list_end,
+)
 from z3trace.analyzers.load.mend import mend
 from z3trace.analyzers.load.notes import Notes
 from z3trace.analyzers.load.source import Source
 from z3trace.analyzers.load.times import NeedText
 
-MAX_METADATA = 128 << 20
+MAX_METADATA = 64 << 20
 """Bytes before, and bytes behind, the events that are kept."""
-MAX_EVENT = 64 << 20
+MAX_EVENT = 32 << 20
 """A longer event is left out."""
 MAX_NESTED = 16 << 20
 """An event with data that looks like events inside may be this long."""
@@ -26,7 +32,6 @@ _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _EVENTS_GUESS = re.compile(
     rb'[:{\[]\s*[\[{]?\s*(?=\{\s*"(?:ph|name|cat|ts|pid|tid|args)"\s*:[^{}]{0,400}?"ph"\s*:)'
 )
-_FAILURES = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 
 
 class Reader:
@@ -79,10 +84,10 @@ class Reader:
             text += more
 
     def _guess(self, text: bytes) -> tuple[bytes, bytes, bool]:
-        """The key traceEvents is missing or damaged: find the events by their looks, or say what the file is."""
+        """Without a sound key traceEvents: find the events by their looks, or say what the file is."""
         try:
             value = msgspec.json.decode(text)
-        except _FAILURES:
+        except FAILURES:
             match = _EVENTS_GUESS.search(text)
             if match is None:
                 raise TraceError(f"{self._name}: not a trace: no list traceEvents in it") from None
@@ -96,102 +101,123 @@ class Reader:
 
     # The events.
 
-    def _events(self, text: bytes) -> bytes:
+    def _events(self, start: bytes) -> bytes:
         """Read all events; returns the text behind the list."""
-        want = 0
-        searched = 0
+        text = bytearray(start)
+        stuck = 0  # bytes at the start of `text` in which no event was completed
         while True:
-            more = self._source.read(max(self._block, want))
+            more = self._source.read(min(max(self._block, stuck), MAX_EVENT))
+            tail: bytes | None
             if not more:
-                return self._last(text)
-            text += more
-            cut = last_boundary(text, searched)
-            if cut < 0:
-                searched = max(0, len(text) - 512)
-                want = len(text)
-                if len(text) > MAX_EVENT:
-                    text = self._skip_event()
-                    searched = want = 0
-                continue
-            block = text[:cut] + b"]"
-            try:
-                self._add(self._decode(block), block)
-            except _FAILURES as error:
-                end = list_end(block, error)
-                if end is not None and end != len(block) - 1:
-                    return self._finish(block[:end], text[end:])
-                rest = self._recover(text[:cut], final=len(text) > MAX_NESTED)
-                if rest == 0:
-                    searched, want = 0, len(text)
-                    continue
-                cut = cut if rest is None else rest
-            text = b"[" + text[cut + 1 :]
-            searched = want = 0
+                tail = self._last(text)
+            else:
+                text += more
+                cut = last_boundary(text, max(0, stuck - 512))
+                if cut < 0:
+                    tail = self._ended(text)
+                    if tail is None:
+                        stuck = len(text)
+                        if stuck > MAX_EVENT:
+                            text, stuck = self._skip_event(), 0
+                        continue
+                else:
+                    before = len(text)
+                    rest, tail = self._consume(text, cut)
+                    text = bytearray(rest)
+                    stuck = before if len(text) >= before else 0
+                    if tail is None:
+                        continue
+            if len(tail) < self._block:
+                tail += self._source.read(self._block)
+            resumed = first_event(tail[: self._block], self._decode)
+            if resumed is None:
+                return self._rest(tail)
+            self._notes.add(
+                "stray_end", "{count} places where the list of events ends too early: read on behind"
+            )
+            text, stuck = bytearray(b"[" + tail[resumed:]), 0
 
-    def _finish(self, events: bytes, tail: bytes) -> bytes:
+    def _consume(self, text: bytearray, cut: int) -> tuple[bytes, bytes | None]:
+        """Add the events before the boundary; returns what is left and, once the list has ended, its tail."""
+        behind = bytes(text[cut:])
+        text[cut:] = b"]"
         try:
-            self._add(self._decode(events), events)
-        except _FAILURES:
-            self._recover(events[:-1], final=True)
+            self._add(text)
+        except FAILURES as error:
+            end = list_end(text, error)
+        else:
+            return b"[" + behind[1:], None
+        del text[-1:]
+        if end is not None and end < len(text):
+            self._add(text[:end])
+            return b"", bytes(text[end:]) + behind
+        found = self._recover(bytes(text), final=len(text) > MAX_NESTED)
+        if found.tail is not None:
+            return b"", found.tail + behind
+        return b"[" + (found.rest + behind)[1:], None
+
+    def _ended(self, text: bytearray) -> bytes | None:
+        """What stands behind the list of events if it ends in `text`; its events are added then."""
+        try:
+            self._add(text)
+        except FAILURES as error:
+            end = list_end(text, error)
+        else:
+            return b""
+        if end is None:
+            return None
+        self._add(text[:end])
+        return bytes(text[end:])
+
+    def _last(self, text: bytearray) -> bytes:
+        """The end of the file, with what is left of the events in front of it."""
+        tail = self._ended(text)
+        if tail is None:
+            body = bytes(text).rstrip().rstrip(b",")
+            tail = None if body == b"[" else self._recover(body, final=True).tail
+        if tail is None and "cut_off" not in self._notes:
+            self._notes.add("cut_off", "the file ends within the list of events")
+        return tail or b""
+
+    def _rest(self, tail: bytes) -> bytes:
+        """The whole text behind the events."""
         while len(tail) <= MAX_METADATA:
             more = self._source.read(max(self._block, len(tail)))
             if not more:
                 return tail
             tail += more
-        self._notes.add("long_metadata", "more than 128 MB behind the events: left out")
+        self._notes.add("long_metadata", f"more than {MAX_METADATA >> 20} MB behind the events: left out")
         return b""
 
-    def _last(self, text: bytes) -> bytes:
-        """The end of the file, with what is left of the events in front of it."""
-        try:
-            self._add(self._decode(text), text)
-            return b""
-        except _FAILURES as error:
-            end = list_end(text, error)
-        if end is not None:
-            return self._finish(text[:end], text[end:])
-        body = text.rstrip()
-        if body in (b"[", b"[,"):
-            self._notes.add("cut_off", "the file ends within the list of events")
-            return b""
-        # Either the end is missing, or the damage lies before it.
-        closing = re.search(rb"\}\s*,?\s*\](?=\s*(?:,\s*\"|\}|\Z)[^{]*\Z)", body)
-        if closing is None:
-            self._recover(body.rstrip(b","), final=True)
-            if "cut_off" not in self._notes:
-                self._notes.add("cut_off", "the file ends within the list of events")
-            return b""
-        self._recover(body[: closing.start() + 1], final=True)
-        return body[closing.end() :]
-
-    def _skip_event(self) -> bytes:
-        self._notes.add("long_event", "{count} events longer than 64 MB: left out")
+    def _skip_event(self) -> bytearray:
+        self._notes.add("long_event", f"{{count}} events longer than {MAX_EVENT >> 20} MB: left out")
         text = b""
         while True:
             more = self._source.read(self._block)
             if not more:
-                return b"["
+                return bytearray(b"[")
             text = text[-512:] + more
             cut = last_boundary(text)
             if cut >= 0:
-                return b"[" + text[cut + 1 :]
+                return bytearray(b"[" + text[cut + 1 :])
 
     def _decode(self, text: Any) -> list[Any]:
         events: list[Any] = (decode.texts if self._texts else decode.numbers).decode(text)
         return events
 
-    def _add(self, events: list[Any], text: bytes) -> None:
+    def _add(self, text: bytes | bytearray) -> None:
+        events = self._decode(text)
         try:
             self._builder.add(events, self._texts)
         except NeedText:
             self._texts = True
             self._builder.add(self._decode(text), True)
 
-    def _recover(self, text: bytes, final: bool) -> int | None:
-        recovered = Recovery(self._notes, decode.texts.decode).recover(text, final)
-        for events in recovered.lists:
+    def _recover(self, text: bytes, final: bool) -> Recovered:
+        found = Recovery(self._notes, decode.texts.decode, text, final).recover()
+        for events in found.lists:
             self._builder.add(events, True)
-        return recovered.rest
+        return found
 
 
 def _metadata(text: bytes, notes: Notes) -> dict[str, Any]:
@@ -200,12 +226,12 @@ def _metadata(text: bytes, notes: Notes) -> dict[str, Any]:
     for candidate in (body + b"}", body):
         try:
             found = msgspec.json.decode(candidate)
-        except _FAILURES:
+        except FAILURES:
             continue
         return found if isinstance(found, dict) else {}
     notes.add("metadata", "the metadata around the events is damaged: kept as far as it can be read")
     mended = mend(body.decode("utf-8", "replace").encode() + b"}")
     if mended is None:
         return {}
-    value = json.loads(mended)
+    value = msgspec.json.decode(mended[0])
     return value if isinstance(value, dict) else {}

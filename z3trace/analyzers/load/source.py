@@ -16,7 +16,7 @@ from z3trace.analyzers.load.notes import Notes
 STDIN = "-"
 
 _igzip: Any = igzip
-_IsalError: type[Exception] = isal_zlib.error
+_IsalError: Any = isal_zlib.error
 
 
 class Source:
@@ -43,7 +43,7 @@ class Source:
         self.total += len(data)
         if self._max_bytes is not None and self.total > self._max_bytes:
             raise TraceError(
-                f"{self._name}: more than {self._max_bytes:,} bytes when unpacked, the limit that was asked for"
+                f"{self._name}: larger than the limit of {self._max_bytes:,} bytes when unpacked"
             )
         return data
 

@@ -1,7 +1,8 @@
 """Microseconds as they stand in a trace -> integer nanoseconds, exactly.
 
-A double holds microseconds with three decimals exactly enough only below 2**43; beyond that (the unix epoch in
-microseconds with decimals) and where more than three decimals are given, the text of the number is needed.
+A double holds microseconds with three decimals exactly enough only below 2**43; beyond that (the unix epoch
+in microseconds with decimals) and where more than three decimals are given, the text of the number is
+needed.
 """
 
 import struct
