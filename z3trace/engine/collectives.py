@@ -90,3 +90,9 @@ def all_reduce_sum(value: Tensor, comm: Communicator) -> Handle:
     """Replace `value` by its sum over the ranks."""
     handle: Handle = dist.all_reduce(value, group=comm.group, async_op=True)
     return handle
+
+
+def broadcast_from_zero(value: Tensor, comm: Communicator) -> None:
+    """Overwrite a contiguous tensor of any dtype by rank 0's, byte by byte: gloo has no booleans."""
+    if value.numel():
+        dist.broadcast(value.detach().view(-1).view(torch.uint8), group_src=0, group=comm.group)

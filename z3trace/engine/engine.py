@@ -2,18 +2,19 @@
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from z3trace.engine import describe, hooks, observe, whole
-from z3trace.engine.collectives import Communicator
+from z3trace.engine.collectives import Communicator, broadcast_from_zero
 from z3trace.engine.config import Config, ZeroConfig, load_config
 from z3trace.engine.counter import CollectiveCounter, Progress
 from z3trace.engine.executor import Executor
+from z3trace.engine.guard import guard
 from z3trace.engine.layout import Layout, describe_model, plan_units, sharded_parameters
 from z3trace.engine.optimizer import OptimizerSource, ShardedOptimizer, build_optimizer, group_of
 from z3trace.engine.reduce import GradientReducer
@@ -22,7 +23,7 @@ from z3trace.engine.runtime import Runtime
 from z3trace.engine.schedule.interface import Schedule
 from z3trace.engine.schedule.layerwise import LayerwiseSchedule
 from z3trace.engine.storage import ShardedPartition, SlotPool, cut, scatter_weights, take_over
-from z3trace.engine.world import join_world
+from z3trace.engine.world import join_world, world_group
 from z3trace.errors import UserError
 
 logger = logging.getLogger("z3trace.engine")
@@ -67,6 +68,9 @@ class Engine:
             self._tell_step_started,
         )  # fmt: skip
         hooks.hook_modules(model, dict.fromkeys(["", *layout.needs]), self._runtime)
+        for name, partition in partitions.items():
+            for member in partition.members:
+                guard(member.parameter, member.name, partial(self._runtime.fetch, name))
         self._order_hooks = hooks.record_call_order(model, self.call_order)
         self._norm: Tensor | None = None
         whole.register(self)
@@ -93,11 +97,16 @@ class Engine:
                 "backward() was given a loss without a graph: it was computed under no_grad or detached"
             )
         scaled = loss / self.gradient_accumulation_steps if self.gradient_accumulation_steps > 1 else loss
-        self._runtime.backward(lambda: scaled.backward(retain_graph=retain_graph))
+        self._runtime.backward(lambda: torch.autograd.backward(scaled, retain_graph=retain_graph))
         return loss
 
     def step(self) -> None:
-        """Step the optimizer when as many backwards were run as are accumulated; else do nothing."""
+        """Step the optimizer when as many backwards were run as are accumulated; else do nothing.
+
+        Raises UserError when no backward was run since the last step.
+        """
+        if self._progress.micro_batch == 0:
+            raise UserError("step() without a backward since the last step: call engine.backward(loss) first")
         if not self.is_gradient_accumulation_boundary():
             return
         self._runtime.step(self._update)
@@ -175,7 +184,7 @@ def initialize(model: nn.Module, optimizer: OptimizerSource = None, config: Conf
     were given models of different sizes.
     """
     device = join_world(model)
-    comm = Communicator(dist.group.WORLD)
+    comm = Communicator(world_group())
     settings = load_config(config, world_size=comm.size, hidden_size=_hidden_size(model))
     dtype = torch.bfloat16 if settings.bf16 else torch.float32
     _check_dtypes(model, dtype)
@@ -216,17 +225,18 @@ def _shard(
 @torch.no_grad()
 def _follow_rank_zero(model: nn.Module, comm: Communicator, dtype: torch.dtype, device: torch.device) -> None:
     """Buffers, and parameters that are not sharded, as rank 0 has them; floating buffers in `dtype`."""
-    sharded = sharded_parameters(model)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             kind = dtype if buffer.is_floating_point() and dtype is not torch.float32 else buffer.dtype
             value = buffer.to(device=device, dtype=kind).contiguous()
-            dist.broadcast(value, group_src=0, group=comm.group)
-            setattr(module, name, value)
+            broadcast_from_zero(value, comm)
+            if value is not buffer:
+                setattr(module, name, value)
+    sharded = sharded_parameters(model)
     for name, parameter in model.named_parameters():
         if name not in sharded:
             parameter.data = parameter.data.to(device).contiguous()
-            dist.broadcast(parameter.data, group_src=0, group=comm.group)
+            broadcast_from_zero(parameter.data, comm)
 
 
 def _check_dtypes(model: nn.Module, dtype: torch.dtype) -> None:

@@ -1,17 +1,21 @@
 """A parameter whose elements are spread over the ranks must not be read: its memory belongs to others now.
 
 While it is sharded a parameter's class is `ShardedParameter`, which answers questions about shape, dtype and
-gradient and raises for everything that would touch elements. Changing the class of an object costs less than
-a tenth of a microsecond, and every view that autograd saved stays what it was.
+gradient. For everything that would touch elements it fetches the parameter if a forward is running (of
+another module than its own: DeepSpeed calls it an external parameter), and else raises. Changing the class
+of an object costs less than a tenth of a microsecond, and every view that autograd saved stays what it was.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 _NAME = "_z3trace_name"
+_FETCH = "_z3trace_fetch"
 
 
 def _accessors(name: str) -> tuple[Any, ...]:
@@ -49,26 +53,32 @@ class ShardedParameter(nn.Parameter):
         if func in _ALLOWED:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        name = next((getattr(a, _NAME, None) for a in args if isinstance(a, cls)), None)
-        raise RuntimeError(
-            f"parameter {name or '(unnamed)'} is sharded over the ranks now and cannot be read: "
-            "its module runs outside the engine's forward; read it inside `with z3trace.engine.gathered(engine):`"
-        )
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, cls) and not getattr(value, _FETCH)():
+                raise RuntimeError(
+                    f"parameter {getattr(value, _NAME)} is sharded over the ranks and cannot be read outside "
+                    "a forward: read it inside `with z3trace.engine.gathered(engine):`"
+                )
+        return func(*args, **(kwargs or {}))
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedParameter({getattr(self, _NAME, '')}, {tuple(self.shape)}, {self.dtype})"
 
 
+def guard(parameter: nn.Parameter, name: str, fetch: Callable[[], bool]) -> None:
+    """Prepare a parameter for `hide`: its name for the error, and a function that makes it readable if it may
+    be read now (and tells whether)."""
+    setattr(parameter, _NAME, name)
+    setattr(parameter, _FETCH, fetch)
+
+
 def hide(parameter: nn.Parameter) -> None:
-    """Make reading the parameter an error."""
-    parameter.__class__ = ShardedParameter
+    """Make reading the parameter an error, or fetch it."""
+    # A class of the user's with another memory layout cannot be exchanged: it is left as it is.
+    with suppress(TypeError):
+        parameter.__class__ = ShardedParameter
 
 
 def reveal(parameter: nn.Parameter, original: type[nn.Parameter]) -> None:
     """Undo `hide`; `original` is the class it had."""
     parameter.__class__ = original
-
-
-def name_parameter(parameter: nn.Parameter, name: str) -> None:
-    """Remember the name for the error message."""
-    setattr(parameter, _NAME, name)

@@ -64,7 +64,11 @@ def _after_forward(runtime: Runtime, path: str, module: nn.Module, args: Any, ou
     differentiable = [t for t in tensors_in(output) if t.requires_grad]
     call = _Call(runtime, path)
     for tensor in differentiable:
-        tensor.register_hook(call)
+        tensor.register_hook(call)  # type: ignore[no-untyped-call]
+        # An in-place operation on a view gives it a new history, without the hook; its base keeps its own.
+        base = tensor._base
+        if base is not None and base.grad_fn is not None:
+            base.register_hook(call)  # type: ignore[no-untyped-call]
     runtime.post_forward(path, differentiable=bool(differentiable))
 
 

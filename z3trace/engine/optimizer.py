@@ -6,6 +6,7 @@ element alike, which are all of torch.optim but those refused here.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -18,19 +19,11 @@ from z3trace.engine.schedule.interface import Collective
 from z3trace.engine.storage import ShardedPartition
 from z3trace.errors import UserError
 
-OptimizerSource = (
-    torch.optim.Optimizer
-    | type[torch.optim.Optimizer]
-    | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-    | None
-)
+Factory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+OptimizerSource = torch.optim.Optimizer | type[torch.optim.Optimizer] | Factory | None
 
 # These look at whole matrices, or at all parameters at once.
 _NOT_ELEMENTWISE = frozenset({"LBFGS", "Adafactor", "Muon", "SparseAdam"})
-
-
-class ShardRange(nn.Parameter):
-    """What the optimizer sees: elements of one partition's master shard that belong to one of its groups."""
 
 
 def build_optimizer(
@@ -55,7 +48,7 @@ def build_optimizer(
             raise UserError(
                 "initialize(): no parameter of the model requires a gradient: there is nothing to train"
             )
-        optimizer = source(trainable)
+        optimizer = cast(Factory, source)(trainable)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise UserError(
                 f"the optimizer factory returned {type(optimizer).__name__}: return a torch optimizer"
@@ -75,7 +68,7 @@ def build_optimizer(
     return optimizer
 
 
-def _from_settings(settings: OptimizerSettings) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+def _from_settings(settings: OptimizerSettings) -> Factory:
     kind = getattr(torch.optim, settings.type, None)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise UserError(
@@ -84,7 +77,7 @@ def _from_settings(settings: OptimizerSettings) -> Callable[[Iterable[nn.Paramet
 
     def build(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         try:
-            return kind(parameters, **settings.params)  # type: ignore[arg-type]
+            return kind(parameters, **settings.params)
         except (TypeError, ValueError) as error:
             raise UserError(f"optimizer.params: {error}") from error
 
@@ -97,11 +90,7 @@ def group_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 
 
 class ShardedOptimizer:
-    """Points the optimizer at the shards, clips their gradients, and steps.
-
-    Created after `group_of` was asked and before the parameters' memory is gone is too early: `attach` needs
-    the partitions.
-    """
+    """The optimizer on ranges of the master shards. `groups` is what `group_of` gave for it."""
 
     def __init__(
         self,
@@ -111,14 +100,14 @@ class ShardedOptimizer:
         rank: int,
     ) -> None:
         self.optimizer = optimizer
-        self._ranges: list[tuple[ShardedPartition, ShardRange, slice]] = []
+        self._ranges: list[tuple[ShardedPartition, nn.Parameter, slice]] = []
         shards: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
         for partition in partitions:
             if partition.plan.trainable:
-                for group, part in _group_slices(partition, groups, rank):
-                    shard = ShardRange(partition.master[part])
+                for index, part in _group_slices(partition, groups, rank):
+                    shard = nn.Parameter(partition.master[part])
                     self._ranges.append((partition, shard, part))
-                    shards[group].append(shard)
+                    shards[index].append(shard)
         for group, parameters in zip(optimizer.param_groups, shards, strict=True):
             group["params"] = parameters
 
@@ -133,7 +122,7 @@ class ShardedOptimizer:
             shard.grad = None if total is None else total[part]
             if shard.grad is not None:
                 gradients.append(shard.grad)
-        norm = _clip(gradients, clip, comm, counter) if clip > 0 else None
+        norm = _clip(gradients, clip, comm, counter) if clip > 0 and gradients else None
         self.optimizer.step()
         for _, shard, _ in self._ranges:
             shard.grad = None
@@ -161,8 +150,8 @@ def _group_slices(
 def _clip(
     gradients: Sequence[Tensor], limit: float, comm: Communicator, counter: CollectiveCounter
 ) -> Tensor:
-    norms = torch._foreach_norm(gradients) if gradients else []
-    square = torch.stack([n.to(torch.float32) for n in norms]).square().sum() if norms else torch.zeros(())
+    norms = torch._foreach_norm(list(gradients))
+    square = torch.stack(norms).square().sum()
     handle = all_reduce_sum(square, comm)
     counter.add(
         Collective.ALL_REDUCE.value, square.element_size(), unit="", module="", reason="gradient_norm"

@@ -32,7 +32,7 @@ class OpenRanges:
         range_ = None
         if _profiling():
             range_ = record_function(format_label(self._verb, unit=module, phase=self._phase))
-            range_.__enter__()
+            range_.__enter__()  # type: ignore[no-untyped-call]
         self._open.append((module, range_))
 
     def end(self, module: str) -> None:

@@ -35,12 +35,14 @@ class Runtime:
         self._forwards = OpenRanges("forward", Phase.FORWARD.value)
         self._backwards = OpenRanges("backward", Phase.BACKWARD.value)
         self._graphs = 0
+        self._running: list[str] = []
         self.backwards_begun = 0
 
     # Forward
 
     def pre_forward(self, module: str) -> None:
         """The module's forward is about to run."""
+        self._running.append(module)
         if self._progress.phase is Phase.BACKWARD:
             with labelled("fetch", module=module, phase=Phase.BACKWARD.value):
                 self._executor.run(self._schedule.pre_forward(module, recompute=True))
@@ -53,6 +55,7 @@ class Runtime:
 
     def post_forward(self, module: str, *, differentiable: bool) -> None:
         """The module's forward is over (perhaps by an exception); `differentiable`: an output needs a gradient."""
+        self._running.pop()
         if self._progress.phase is Phase.BACKWARD:
             self._executor.run(
                 self._schedule.post_forward(module, recompute=True, differentiable=differentiable)
@@ -76,6 +79,13 @@ class Runtime:
         index = self._progress.micro_batch
         micro_batch = MicroBatch(grad, index + 1 == self._accumulation_steps, index)
         self._executor.run(self._schedule.forward_begins(micro_batch))
+
+    def fetch(self, partition: str) -> bool:
+        """Somebody reads a sharded parameter: fetch it if a forward is running, else return False."""
+        if not self._running:
+            return False
+        self._executor.run(self._schedule.parameter_read(self._running[-1], partition))
+        return True
 
     # Backward
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from z3trace.engine.collectives import Communicator, Handle
-from z3trace.engine.guard import ShardedParameter, hide, name_parameter, reveal
+from z3trace.engine.guard import hide, reveal
 from z3trace.engine.layout import PartitionPlan
 
 
@@ -107,7 +107,7 @@ class ShardedPartition:
         self.state = State.GATHERED
         self.handle = None
         for member in self.members:
-            member.parameter.__class__ = member.kind
+            reveal(member.parameter, member.kind)
 
     def release(self) -> None:
         """Give the slot to others: the parameters can no longer be read."""
@@ -115,7 +115,7 @@ class ShardedPartition:
             self.slot.holder = None
         self.state = State.SHARDED
         for member in self.members:
-            member.parameter.__class__ = ShardedParameter
+            hide(member.parameter)
 
     def publish(self) -> None:
         """After the optimizer changed `master`: bring `shard` up to date."""
@@ -198,7 +198,6 @@ def take_over(partition: ShardedPartition) -> None:
     """Free the parameters' own memory: from now on they live in the partition."""
     placeholder = torch.zeros((), dtype=partition.shard.dtype, device=partition.shard.device)
     for member in partition.members:
-        name_parameter(member.parameter, member.name)
         member.parameter.grad = None
         member.parameter.data = placeholder.expand(member.shape)
         hide(member.parameter)

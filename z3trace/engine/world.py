@@ -7,6 +7,14 @@ import torch.distributed as dist
 from torch import nn
 
 
+def world_group() -> dist.ProcessGroup:
+    """The default process group, which must exist."""
+    group = dist.group.WORLD
+    if group is None:
+        raise RuntimeError("the default process group does not exist")
+    return group
+
+
 def join_world(model: nn.Module) -> torch.device:
     """The device to train on; the default process group is made where there is none.
 
@@ -27,5 +35,7 @@ def join_world(model: nn.Module) -> torch.device:
         if "RANK" in os.environ:
             dist.init_process_group(backend)
         else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(
+                backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1
+            )
     return device

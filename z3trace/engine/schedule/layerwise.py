@@ -110,7 +110,13 @@ class LayerwiseSchedule:
         ]
 
     def parameter_read(self, module: str, partition: str) -> Actions:
-        return ()
+        """From now on the partition is fetched with the unit around the module that reads it."""
+        reader = self._inner_unit(module)
+        if partition not in self._needs.get(reader, ()):
+            self._needs[reader] = (*self._needs.get(reader, ()), partition)
+            self._root = self._needs.get(ROOT, ())
+        phase = Phase.FORWARD if self._left is None else Phase.BACKWARD
+        return [*self._gather((partition,), module, phase, Reason.DEMAND), *self._wait((partition,), module)]
 
     def parameter_returned(self, module: str, partition: str) -> Actions:
         return ()
@@ -141,6 +147,8 @@ class LayerwiseSchedule:
         assert self._left is not None
         index = next((i for i in reversed(range(len(self._left))) if self._left[i].module == module), None)
         if index is None:
+            if any(call.module == module for call in self._open):
+                return self._wait(self._needs.get(module, ()), module)
             return self._unforeseen(module)
         actions: list[Action] = []
         while len(self._left) > index + 1:  # calls without a gradient on this rank
@@ -176,6 +184,11 @@ class LayerwiseSchedule:
         return ()
 
     # Forward
+
+    def _inner_unit(self, module: str) -> str:
+        while module and module not in self._needs:
+            module = module.rpartition(".")[0]
+        return module
 
     def _tick(self) -> int:
         self._clock += 1
