@@ -64,8 +64,10 @@ def reference(text: bytes) -> tuple[dict[str, list[Any]], dict[str, Any]]:
     if isinstance(document, list):
         document = {"traceEvents": document}
     events = document.pop("traceEvents")
-    columns: dict[str, list[Any]] = {column: [] for column in ("ph", "cat", "name", "pid", "tid", "ts",
-    "dur", "id")} for event in events:
+    columns: dict[str, list[Any]] = {
+        column: [] for column in ("ph", "cat", "name", "pid", "tid", "ts", "dur", "id")
+    }
+    for event in events:
         for column in ("ph", "name"):
             columns[column].append(event.get(column))
         category = event.get("cat")
