@@ -41,13 +41,16 @@ class CallFacts:
 
     `order`: paths in the order in which calls begin (a module called twice appears twice); a call lies
     inside the latest open call of an ancestor. `grad_inputs` and `grad_outputs`: number of positional tensor
-    inputs, of output tensors, that require a gradient. `checkpointed`: modules whose calls run under
-    activation checkpointing; `reentrant` is its older kind.
+    inputs, of output tensors, that require a gradient. `reads`: parameters of other modules that a module's
+    forward reads before it calls them; `returns`: own parameters that it returns, as its last outputs.
+    `checkpointed`: modules whose calls run under activation checkpointing; `reentrant` is its older kind.
     """
 
     order: tuple[str, ...] | None = None
     grad_inputs: Mapping[str, int] = field(default_factory=dict)
     grad_outputs: Mapping[str, int] = field(default_factory=dict)
+    reads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    returns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     checkpointed: frozenset[str] = frozenset()
     reentrant: bool = False
 
@@ -60,6 +63,8 @@ class Call:
     inner: tuple["Call", ...] = ()
     grad_inputs: int = 1
     grad_outputs: int = 1
+    reads: tuple[str, ...] = ()
+    returns: tuple[str, ...] = ()
 
 
 def call_tree(model: Model, facts: CallFacts | None = None) -> Call:
@@ -71,10 +76,14 @@ def call_tree(model: Model, facts: CallFacts | None = None) -> Call:
 
 
 def forward_events(call: Call, *, recompute: bool = False) -> list[Event]:
-    events = [Event(EventKind.PRE_FORWARD, call.module, recompute=recompute)]
+    """The events of a call's forward; a `recompute` is activation checkpointing's second one."""
+    module = call.module
+    events = [Event(EventKind.PRE_FORWARD, module, recompute=recompute)]
+    events += [Event(EventKind.PARAMETER_READ, module, name) for name in call.reads if not recompute]
     for inner in call.inner:
         events += forward_events(inner, recompute=recompute)
-    return [*events, Event(EventKind.POST_FORWARD, call.module, recompute=recompute)]
+    events += [Event(EventKind.PARAMETER_RETURNED, module, name) for name in call.returns if not recompute]
+    return [*events, Event(EventKind.POST_FORWARD, module, recompute=recompute)]
 
 
 def backward_events(model: Model, call: Call, facts: CallFacts | None = None) -> list[Event]:
@@ -156,7 +165,11 @@ class _Inference:
             node.module,
             inner,
             self._facts.grad_inputs.get(node.module, inputs),
-            self._facts.grad_outputs.get(node.module, outputs),
+            self._facts.grad_outputs.get(
+                node.module, outputs + len(self._facts.returns.get(node.module, ()))
+            ),
+            tuple(self._facts.reads.get(node.module, ())),
+            tuple(self._facts.returns.get(node.module, ())),
         )
 
 
@@ -187,8 +200,10 @@ class _Backward:
             yield from forward_events(call, recompute=True)
         elif checkpointed:
             self._lost = call
-        for _ in range(call.grad_outputs):
+        for output in range(call.grad_outputs):
             yield Event(EventKind.PRE_BACKWARD, call.module)
+            if output < len(call.returns):
+                yield from self._gradient(call, call.returns[-1 - output])
         if self._lost is not None and self._saves_tensors(call):
             # The first backward that needs a saved tensor brings all of the region back, up to the last one.
             region, self._lost = self._lost, None
@@ -196,13 +211,18 @@ class _Backward:
         for inner in reversed(call.inner):
             yield from self.visit(inner)
         for name in self._own(call):
-            self._uses[name] -= 1
-            if self._uses[name] == 0:
-                yield Event(EventKind.GRADIENT_READY, call.module, name)
+            if name not in call.returns:
+                yield from self._gradient(call, name)
         if call.grad_inputs:
             yield Event(EventKind.POST_BACKWARD, call.module)
         if checkpointed:
             self._lost = None
+
+    def _gradient(self, call: Call, name: str) -> Iterator[Event]:
+        """A gradient is complete when the backward of its first use in forward is done."""
+        self._uses[name] -= 1
+        if self._uses[name] == 0:
+            yield Event(EventKind.GRADIENT_READY, call.module, name)
 
     def _saves_tensors(self, call: Call) -> bool:
         return not call.inner and short_name(self._modules[call.module].class_name) != "Identity"

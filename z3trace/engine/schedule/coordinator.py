@@ -4,6 +4,7 @@ Follows `PartitionedParameterCoordinator` and its hooks in DeepSpeed 0.19.8, qui
 """
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 from .interface import Action, Phase, Reason
 from .recorder import Mode, Recorder
@@ -15,11 +16,13 @@ from .structure import Structure
 class Coordinator:
     """Answers a module's entries and exits, forward and backward."""
 
-    def __init__(self, structure: Structure, settings: ZeroSettings) -> None:
+    def __init__(
+        self, structure: Structure, settings: ZeroSettings, autocast_dtypes: Mapping[str, str]
+    ) -> None:
         self._structure = structure
         self._settings = settings
         self._persistent = frozenset(structure.persistent)
-        self.residency = Residency(structure, settings)
+        self.residency = Residency(structure, settings, autocast_dtypes)
         self.recorder = Recorder()
         # Parameters that a module uses without owning them, in the order in which that was found out.
         self._external: dict[str, dict[str, None]] = defaultdict(dict)

@@ -1,6 +1,6 @@
 """The `deepspeed` policy: what DeepSpeed 0.19's stage 3 does, collective by collective."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from .coordinator import Coordinator
 from .interface import Action, Actions, MicroBatch, Model, Phase, Reason
@@ -14,8 +14,9 @@ class DeepSpeedSchedule:
 
     `leaves` and `leaves_after` are paths of modules made leaves by calls in the user's script: before
     `deepspeed.initialize` (like the settings' `leaf_module`) or after it (calls below still count as module
-    calls, their gradients are reduced one by one). `bucket_per_dtype` is what torch autocast does to the
-    gradient buckets. The decisions depend on the events and settings alone, so all ranks decide the same.
+    calls, their gradients are reduced one by one). Under torch autocast, `autocast_dtypes` gives the dtype in
+    which each parameter is fetched and its gradient reduced. The decisions depend on the events and settings
+    alone, so all ranks decide the same.
     Raises ScheduleError where DeepSpeed stops with "tracing error".
     """
 
@@ -26,12 +27,12 @@ class DeepSpeedSchedule:
         *,
         leaves: Collection[str] = (),
         leaves_after: Collection[str] = (),
-        bucket_per_dtype: bool = False,
+        autocast_dtypes: Mapping[str, str] | None = None,
     ) -> None:
         settings = settings or ZeroSettings()
         self.structure = Structure(model, settings, leaves, leaves_after)
-        self._coordinator = Coordinator(self.structure, settings)
-        self._reducer = Reducer(self.structure, settings, bucket_per_dtype=bucket_per_dtype)
+        self._coordinator = Coordinator(self.structure, settings, autocast_dtypes or {})
+        self._reducer = Reducer(self.structure, settings, autocast_dtypes or {})
         self._in_leaf = {name for names in self.structure.gradient_leaves.values() for name in names}
         self._waiting_for_leaf: dict[str, None] = {}
         self._called: set[str] = set()
@@ -60,7 +61,7 @@ class DeepSpeedSchedule:
             return []
         return self._coordinator.returned(module, partition)
 
-    def post_forward(self, module: str, *, recompute: bool = False) -> Actions:
+    def post_forward(self, module: str, *, recompute: bool = False, differentiable: bool = True) -> Actions:
         if module not in self.structure.hooked:
             return []
         return self._coordinator.leave_forward(module)
@@ -80,17 +81,17 @@ class DeepSpeedSchedule:
         return self._reducer.add(partition)
 
     def post_backward(self, module: str) -> Actions:
-        # A module called several times before its backward is left once only: the hooks share a counter
-        # that each call starts anew.
-        if module not in self._called:
-            return []
-        self._called.remove(module)
         actions: list[Action] = []
         for name in self.structure.gradient_leaves.get(module, ()):
             # A parameter without a gradient (an expert that no token chose) is reduced as zeros.
             self._waiting_for_leaf.pop(name, None)
             actions += self._reducer.add(name)
-        return actions + self._coordinator.leave_backward(module)
+        # A module called several times before its backward is left once only: the hooks share a counter
+        # that each call starts anew.
+        if module in self._called:
+            self._called.remove(module)
+            actions += self._coordinator.leave_backward(module)
+        return actions
 
     def backward_ends(self) -> Actions:
         actions: list[Action] = []

@@ -91,8 +91,9 @@ class Model:
 class Gather:
     """Issue one collective that makes these partitions whole, without waiting for it.
 
-    `group` is SECONDARY_GROUP where second shards are gathered, else the partitions' own group. An
-    all-reduce adds up buffers that are zero outside the own shard.
+    `group` is SECONDARY_GROUP where second shards are gathered, else "": the partitions' own group. `dtype`
+    is the one in which it is communicated, "" as stored. An all-reduce adds up buffers that are zero outside
+    the own shard.
     """
 
     partitions: tuple[str, ...]
@@ -101,6 +102,7 @@ class Gather:
     reason: Reason
     group: str = ""
     collective: Collective = Collective.ALL_GATHER
+    dtype: str = ""
 
 
 @dataclass(frozen=True)
@@ -124,11 +126,15 @@ class Release:
 
 @dataclass(frozen=True)
 class Reduce:
-    """Issue one collective that averages the gradients of these partitions and leaves each rank its shard."""
+    """Issue one collective that averages the gradients of these partitions and leaves each rank its shard.
+
+    `dtype` is the one in which it is communicated, "" the gradients' own.
+    """
 
     partitions: tuple[str, ...]
     module: str = ""
     collective: Collective = Collective.REDUCE_SCATTER
+    dtype: str = ""
 
 
 Action = Gather | Wait | Release | Reduce
@@ -167,7 +173,9 @@ class Schedule(Protocol):
         """The forward of `module` returns a parameter itself; comes before its `post_forward`."""
         ...
 
-    def post_forward(self, module: str, *, recompute: bool = False) -> Actions: ...
+    def post_forward(self, module: str, *, recompute: bool = False, differentiable: bool = True) -> Actions:
+        """`differentiable`: an output requires a gradient, so a `pre_backward` may come."""
+        ...
 
     def forward_ends(self) -> Actions: ...
 

@@ -5,10 +5,11 @@
      "zero_optimization": {...}, "world_size": n}
 
 is enough. Optional and used where given: `classes` {module: class}; for a parameter `dtype`, `trainable`,
-`group` and `owners` (all modules that own it: tied weights); `dtype`, `gradient_accumulation_steps`,
+`group`, `owners` (all modules that own it: tied weights) and `autocast_dtype` (in which torch autocast
+communicates it); `dtype`, `gradient_accumulation_steps`,
 `hidden_size` (resolves `auto`), `groups` {process group: size}, `leaves` and `leaves_after` (modules made
 leaves by the script, before or after initialization), and `calls` {`order`, `grad_inputs`, `grad_outputs`,
-`checkpointed`, `reentrant`} as in `CallFacts`.
+`reads`, `returns`, `checkpointed`, `reentrant`} as in `CallFacts`.
 """
 
 import math
@@ -50,6 +51,7 @@ class Description:
     leaves: tuple[str, ...] = ()
     leaves_after: tuple[str, ...] = ()
     groups: Mapping[str, int] = field(default_factory=dict)
+    autocast_dtypes: Mapping[str, str] = field(default_factory=dict)
     facts: CallFacts = field(default_factory=CallFacts)
 
 
@@ -104,6 +106,11 @@ def parse_description(data: Mapping[str, Any], where: str = "model.json") -> Des
             str(name): _positive(size, f"{where}: groups.{name}")
             for name, size in _mapping(data.get("groups", {}), f"{where}: groups").items()
         },
+        {
+            str(name): dtype_name(entry["autocast_dtype"], where)
+            for name, entry in parameters.items()
+            if "autocast_dtype" in entry
+        },
         _facts(_mapping(data.get("calls", {}), f"{where}: calls"), f"{where}: calls"),
     )
 
@@ -123,6 +130,8 @@ def _facts(calls: Mapping[str, Any], where: str) -> CallFacts:
         None if order is None else _strings(order, f"{where}.order"),
         _mapping(calls.get("grad_inputs", {}), f"{where}.grad_inputs"),
         _mapping(calls.get("grad_outputs", {}), f"{where}.grad_outputs"),
+        _string_lists(calls.get("reads", {}), f"{where}.reads"),
+        _string_lists(calls.get("returns", {}), f"{where}.returns"),
         frozenset(_strings(calls.get("checkpointed", ()), f"{where}.checkpointed")),
         bool(calls.get("reentrant", False)),
     )
@@ -165,6 +174,10 @@ def _strings(value: Any, where: str) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise UserError(f"{where} is {type(value).__name__}: give a list of names")
     return tuple(str(item) for item in value)
+
+
+def _string_lists(value: Any, where: str) -> dict[str, tuple[str, ...]]:
+    return {str(key): _strings(names, f"{where}.{key}") for key, names in _mapping(value, where).items()}
 
 
 def _positive(value: Any, where: str) -> int:

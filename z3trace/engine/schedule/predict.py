@@ -155,6 +155,7 @@ def predict(
         description.settings,
         leaves=description.leaves,
         leaves_after=description.leaves_after,
+        autocast_dtypes=description.autocast_dtypes,
     )
     sizes = _Sizes(description)
     for step, micro_batch, part in _located(training_of(description, steps, evaluate_before)):
@@ -188,7 +189,10 @@ class _Sizes:
             action.reason.value if isinstance(action, Gather) else "gradient",
             action.partitions,
             sum(part.numel for part in parts),
-            sum((part.numel if unpadded else self._padded(part)) * DTYPE_BYTES[part.dtype] for part in parts),
+            sum(
+                (part.numel if unpadded else self._padded(part)) * DTYPE_BYTES[action.dtype or part.dtype]
+                for part in parts
+            ),
             group,
             self._size(group),
         )

@@ -1,5 +1,6 @@
 """When gradients are reduced: DeepSpeed's buckets, sized in elements."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .interface import Collective, Reduce
@@ -9,6 +10,7 @@ from .structure import Structure
 
 @dataclass
 class _Bucket:
+    dtype: str
     names: list[str] = field(default_factory=list)
     elements: int = 0
     group: str = ""
@@ -17,19 +19,25 @@ class _Bucket:
 class Reducer:
     """Collects gradients; a bucket is reduced when the next gradient does not fit, and at the end.
 
-    A gradient larger than a bucket goes alone. There is one bucket, or with `bucket_per_dtype` (torch
-    autocast) one for each dtype. Parameters of different process groups never share a bucket's reduction.
+    A gradient larger than a bucket goes alone. There is one bucket, under torch autocast one for each dtype
+    in which gradients are communicated. Parameters of different process groups never share a bucket's reduction.
     """
 
-    def __init__(self, structure: Structure, settings: ZeroSettings, *, bucket_per_dtype: bool) -> None:
+    def __init__(
+        self, structure: Structure, settings: ZeroSettings, autocast_dtypes: Mapping[str, str]
+    ) -> None:
         self._structure = structure
         self._settings = settings
-        self._per_dtype = bucket_per_dtype
+        self._autocast_dtypes = autocast_dtypes
         self._buckets: dict[str, _Bucket] = {}
 
     def add(self, name: str) -> list[Reduce]:
         partition = self._structure.partitions[name]
-        bucket = self._buckets.setdefault(partition.dtype if self._per_dtype else "", _Bucket())
+        dtype = self._autocast_dtypes.get(name, "")
+        bucket = self._buckets.setdefault(dtype, _Bucket(dtype))
+        if name in bucket.names:
+            # A leaf called twice; DeepSpeed fails here. The bucket holds the gradient itself, which grows.
+            return []
         full = bucket.elements + partition.numel > self._settings.reduce_bucket_size
         actions = self._reduce(bucket) if full or bucket.group != partition.group else []
         bucket.names.append(name)
@@ -45,8 +53,8 @@ class Reducer:
             return []
         fits = bucket.elements <= self._settings.reduce_bucket_size
         if fits and self._settings.contiguous_gradients and not self._settings.reduce_scatter:
-            action = Reduce(tuple(bucket.names), collective=Collective.ALL_REDUCE)
+            action = Reduce(tuple(bucket.names), collective=Collective.ALL_REDUCE, dtype=bucket.dtype)
         else:
-            action = Reduce(self._structure.ordered(bucket.names))
+            action = Reduce(self._structure.ordered(bucket.names), dtype=bucket.dtype)
         bucket.names, bucket.elements = [], 0
         return [action]

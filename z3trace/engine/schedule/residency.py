@@ -1,6 +1,7 @@
 """Which parameters are whole, on their way or sharded, who uses them, and how much counts as live."""
 
 from collections import defaultdict
+from collections.abc import Mapping
 from enum import Enum
 
 from z3trace.errors import UserError
@@ -24,9 +25,12 @@ class Residency:
     gathers is not in it, so it can fall below zero.
     """
 
-    def __init__(self, structure: Structure, settings: ZeroSettings) -> None:
+    def __init__(
+        self, structure: Structure, settings: ZeroSettings, autocast_dtypes: Mapping[str, str]
+    ) -> None:
         self._structure = structure
         self._settings = settings
+        self._autocast_dtypes = autocast_dtypes
         self._state = dict.fromkeys(structure.partitions, State.SHARDED)
         self._users: dict[str, set[str]] = defaultdict(set)
         self._second_shard = set(structure.partitions) if settings.zero_hpz_partition_size > 1 else set()
@@ -57,10 +61,9 @@ class Residency:
                 if (name in self._second_shard) is second:
                     groups[self._structure.partitions[name].group].append(name)
             for members in groups.values():
-                for collective, part in self._collectives(members, second):
-                    actions.append(
-                        Gather(part, module, phase, reason, SECONDARY_GROUP if second else "", collective)
-                    )
+                group = SECONDARY_GROUP if second else ""
+                for collective, dtype, part in self._collectives(members, second):
+                    actions.append(Gather(part, module, phase, reason, group, collective, dtype))
         for name in missing:
             self._state[name] = State.IN_FLIGHT
         return actions
@@ -108,17 +111,22 @@ class Residency:
         """The optimizer wrote the shards: second shards of what it trains are stale."""
         self._second_shard -= {name for name, part in self._structure.partitions.items() if part.trainable}
 
-    def _collectives(self, names: list[str], second: bool) -> list[tuple[Collective, tuple[str, ...]]]:
+    def _collectives(self, names: list[str], second: bool) -> list[tuple[Collective, str, tuple[str, ...]]]:
         if self._settings.stage3_allgather_sequential or len(names) == 1:
-            return [(Collective.ALL_GATHER, (name,)) for name in names]
-        dtypes: dict[str, list[str]] = defaultdict(list)
-        for name in names:
-            dtypes[self._structure.partitions[name].dtype].append(name)
+            cast = self._autocast_dtypes
+            return [(Collective.ALL_GATHER, cast.get(name, ""), (name,)) for name in names]
         if self._settings.stage3_use_all_reduce_for_fetch_params and not second:
-            if len(dtypes) > 1:
+            stored = {self._structure.partitions[name].dtype for name in names}
+            if len(stored) > 1:
                 raise UserError(
                     "stage3_use_all_reduce_for_fetch_params cannot fetch parameters of several dtypes "
-                    f"together ({', '.join(sorted(dtypes))}): DeepSpeed stops here too, turn it off"
+                    f"together ({', '.join(sorted(stored))}): DeepSpeed stops here too, turn it off"
                 )
-            return [(Collective.ALL_REDUCE, tuple(names))]
-        return [(Collective.ALL_GATHER, tuple(dtypes[dtype])) for dtype in sorted(dtypes)]
+            return [(Collective.ALL_REDUCE, "", tuple(names))]
+        dtypes: dict[str, list[str]] = defaultdict(list)
+        for name in names:
+            dtypes[self._autocast_dtypes.get(name) or self._structure.partitions[name].dtype].append(name)
+        return [
+            (Collective.ALL_GATHER, dtype if self._autocast_dtypes else "", tuple(dtypes[dtype]))
+            for dtype in sorted(dtypes)
+        ]

@@ -34,10 +34,13 @@ class Structure:
         before |= leaves_by_granularity(self, settings.stage3_module_granularity_threshold)
         self.leaves = frozenset(before | set(leaves_after))
         self.hooked: frozenset[str] = frozenset(self._walk(model.modules[0].path, frozenset(before)))
-        self.gradient_leaves: Mapping[str, tuple[str, ...]] = {
+        trained = {
             leaf: tuple(name for name in self.below(leaf) if self.partitions[name].trainable)
             for leaf in self.modules
             if leaf in before and leaf in self.hooked
+        }
+        self.gradient_leaves: Mapping[str, tuple[str, ...]] = {
+            leaf: names for leaf, names in trained.items() if names
         }
         self.persistent = persistent_partitions(model, self, settings)
 

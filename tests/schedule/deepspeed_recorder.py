@@ -1,0 +1,411 @@
+"""Run real DeepSpeed on random settings and write down what it did; started by test_deepspeed.py, once a rank.
+
+Everything is observed from outside, by wrapping: what happened (module hooks, gradients, steps) becomes the
+events of a schedule, and each call of a torch.distributed collective becomes an answer to compare with.
+The log of a case is a list, in time order, of
+
+    ["begin", grad enabled]    ["pre_forward", module, recompute]    ["post_forward", module, recompute]
+    ["read", module, parameter]    ["returned", module, parameter]
+    ["pre_backward", module]    ["gradient", parameter]    ["post_backward", module]
+    ["leaf_backward", module]    ["backward_ends"]    ["step_begins"]    ["norm", group]    ["step_ends"]
+    ["gather" | "reduce", kind, elements, dtype, group, [parameters]]
+"""
+
+import functools
+import itertools
+import json
+import os
+import random
+import sys
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+
+import torch
+import torch.distributed
+
+sys.path.insert(0, str(Path(__file__).parent))
+import deepspeed_models as models
+
+LOG: list[list] = []
+NAMES: dict[int, str] = {}  # id of a parameter -> its name
+PATHS: dict[int, str] = {}  # id of a module -> its path
+GROUPS: dict[int, str] = {}  # id of a process group -> its name
+RUNNING: list[str] = []  # modules whose forward runs
+ON = False
+
+
+def note(*entry):
+    if ON:
+        LOG.append(list(entry))
+
+
+def wrap(owner, name, before=None, after=None):
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapper(*args, **kwargs):
+        if before is not None and ON:
+            before(*args, **kwargs)
+        result = original(*args, **kwargs)
+        if after is not None and ON:
+            after(*args, **kwargs)
+        return result
+
+    setattr(owner, name, wrapper)
+
+
+def names_of(parameters):
+    return [NAMES[id(parameter)] for parameter in parameters]
+
+
+def collective(verb, kind, position, keyword):
+    """Note a collective; which parameters it carries is filled in by what runs around it."""
+
+    def before(*args, **kwargs):
+        tensor = args[position] if len(args) > position else kwargs[keyword]
+        group = GROUPS.get(id(kwargs.get("group")), "")
+        dtype = str(tensor.dtype).rpartition(".")[2]
+        note(verb, kind, tensor.numel(), dtype, group, None)
+
+    return before
+
+
+def fill(parameters, verb, count=1):
+    """Name the parameters of the latest `count` collectives of a kind that have none yet."""
+    empty = [entry for entry in LOG if entry[0] == verb and entry[5] is None]
+    assert len(empty) == count, (empty, parameters)
+    for entry, part in zip(empty, parameters, strict=True):
+        entry[5] = names_of(part)
+
+
+def observe_torch():
+    """Before DeepSpeed is imported: it keeps references to these functions."""
+    wrap(torch.distributed, "all_gather_into_tensor", collective("gather", "all_gather", 0, "output_tensor"))
+    wrap(torch.distributed, "reduce_scatter_tensor", collective("reduce", "reduce_scatter", 1, "input"))
+    original = torch.distributed.all_reduce
+
+    def all_reduce(tensor, *args, **kwargs):
+        if ON and tensor.dim() == 0:
+            note("norm", GROUPS.get(id(kwargs.get("group")), ""))
+        elif ON:
+            verb = "reduce" if REDUCING else "gather"
+            collective(verb, "all_reduce", 0, "tensor")(tensor, **kwargs)
+        return original(tensor, *args, **kwargs)
+
+    torch.distributed.all_reduce = all_reduce
+
+
+REDUCING: list[list[str]] = []  # parameters of the bucket that is being reduced
+
+
+def observe_deepspeed():
+    from deepspeed.runtime.zero import parameter_offload, partition_parameters, stage3
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+    from deepspeed.utils import z3_leaf_parameter
+
+    offload = parameter_offload.DeepSpeedZeRoOffload
+    optimizer = stage3.DeepSpeedZeroOptimizer_Stage3
+    inside_backward = lambda: torch._C._current_graph_task_id() != -1  # noqa: E731
+
+    def enter(_, module):
+        RUNNING.append(PATHS[id(module)])
+        note("pre_forward", PATHS[id(module)], inside_backward())
+
+    def leave(_, module):
+        RUNNING.pop()
+        note("post_forward", PATHS[id(module)], inside_backward())
+
+    def external(module, parameter):
+        verb = "returned" if parameter.is_external_param else "read"
+        note(verb, RUNNING[-1], NAMES[id(parameter)])
+
+    wrap(
+        PartitionedParameterCoordinator,
+        "reset_step",
+        lambda _: (RUNNING.clear(), note("begin", torch.is_grad_enabled())),
+    )
+    wrap(offload, "pre_sub_module_forward_function", enter)
+    wrap(offload, "post_sub_module_forward_function", leave)
+    wrap(
+        offload,
+        "pre_sub_module_backward_function",
+        lambda _, module: note("pre_backward", PATHS[id(module)]),
+    )
+    wrap(
+        offload,
+        "post_sub_module_backward_function",
+        lambda _, module: note("post_backward", PATHS[id(module)]),
+    )
+    wrap(parameter_offload, "register_external_parameter", external)
+
+    for handle, position in (
+        ("AllGatherHandle", 2),
+        ("AllGatherCoalescedHandle", 2),
+        ("AllReduceCoalescedHandle", 2),
+    ):
+        cls = getattr(partition_parameters, handle)
+
+        def made(*args, single=handle == "AllGatherHandle", position=position, **kwargs):
+            what = args[position] if len(args) > position else kwargs["params"]
+            fill([[what] if single else what], "gather")
+
+        wrap(cls, "__init__", made)
+    wrap(
+        partition_parameters.Init,
+        "_allgather_params_coalesced",
+        after=lambda _, params, *args, **kwargs: fill([[p] for p in params], "gather", len(params)),
+    )
+    wrap(
+        partition_parameters.Init,
+        "_allgather_params_sequential",
+        after=lambda _, params, *args, **kwargs: fill([[p] for p in params], "gather", len(params)),
+    )
+
+    def gradient(self, parameter):
+        if not z3_leaf_parameter(parameter):
+            note("gradient", NAMES[id(parameter)])
+        elif self.leaf_parameters[parameter.ds_z3_leaf_module][0] is parameter:
+            note("leaf_backward", PATHS[id(parameter.ds_z3_leaf_module)])
+
+    wrap(optimizer, "reduce_ready_partitions_and_remove_grads", gradient)
+    scatter = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
+    contiguous = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads"
+    wrap(optimizer, scatter, after=lambda _, params, dtype: fill([params], "reduce"))
+
+    def reducing(self, _, dtype):
+        REDUCING.append(self.ipg_buckets[dtype].params)
+
+    wrap(optimizer, contiguous, reducing, lambda *_: fill([REDUCING.pop()], "reduce"))
+    wrap(optimizer, "independent_gradient_partition_epilogue", lambda _: note("backward_ends"))
+    wrap(optimizer, "_partition_all_parameters", lambda _: note("step_begins"))
+    wrap(optimizer, "_post_step", lambda *_: note("step_ends"))
+
+
+BLOCKS_BY_GRANULARITY = -1  # stands for the threshold that makes the model's blocks leaves
+
+
+def granularity(module) -> int:
+    """Elements per module with parameters: what stage3_module_granularity_threshold is compared with."""
+    counted = [part for part in module.modules() if any(True for _ in part.parameters())]
+    counted = [part for part in counted if not isinstance(part, (torch.nn.ModuleList, torch.nn.ModuleDict))]
+    return sum(parameter.numel() for parameter in module.parameters()) // len(counted)
+
+
+def random_case(number: int) -> dict:
+    """The same on every rank, whatever else runs."""
+    draw = random.Random(f"settings {number}")
+    family = list(models.FAMILIES)[number % len(models.FAMILIES)]
+    zero = {
+        "stage": 3,
+        "stage3_param_persistence_threshold": draw.choice([0, 0, 8, 24, 70, 200, 10_000]),
+        "stage3_prefetch_bucket_size": draw.choice([0, 1, 60, 200, 700, 2_000, 50_000_000]),
+        "stage3_max_reuse_distance": draw.choice([0, 0, 100, 500, 1_500, 10**9]),
+        "stage3_max_live_parameters": draw.choice([0, 300, 900, 10**9, 10**9]),
+        "reduce_bucket_size": draw.choice([1, 64, 200, 500, 5_000, 10**6]),
+    }
+    if draw.random() < 0.2:
+        zero["stage3_model_persistence_threshold"] = draw.choice([50, 150, 400])
+    if draw.random() < 0.15:
+        zero["stage3_allgather_sequential"] = True
+    if draw.random() < 0.15:
+        zero["stage3_use_all_reduce_for_fetch_params"] = True
+    if draw.random() < 0.2:
+        zero["zero_hpz_partition_size"] = 2
+    if draw.random() < 0.2:
+        zero["reduce_scatter"] = False
+        zero["contiguous_gradients"] = draw.choice([True, False])
+    if draw.random() < 0.2:
+        zero["sub_group_size"] = draw.choice([100, 600])
+    leaves_after = None
+    leaf = draw.random()
+    if family == "Shared" and not 0.3 < leaf < 0.4:
+        leaf = 1.0  # DeepSpeed fails when a leaf that is called twice fits the gradient bucket twice
+    # DeepSpeed fails in backward when no input of a leaf requires a gradient, as in LoRA's first block.
+    target = "MLP" if family == "Keywords" or "Lora" in family else "Block"
+    names = {"Moe": ["Experts", "MoeBlock"], "Pairs": ["MLP"], "LooseBias": ["Block"]}.get(
+        family, [target, "MLP", "Attention"]
+    )
+    if leaf < 0.2:
+        zero["leaf_module"] = {"classes": [draw.choice(names)]}
+    elif leaf < 0.3:
+        zero["leaf_module"] = draw.choice([{"names": ["blocks.0.mlp"]}, {"name_suffixes": [".attn"]}])
+    elif leaf < 0.4:
+        leaves_after = draw.choice(names)
+    elif leaf < 0.5 and "Lora" not in family and family != "Keywords":
+        zero["stage3_module_granularity_threshold"] = BLOCKS_BY_GRANULARITY
+    return {
+        "number": number,
+        "family": family,
+        "width": draw.choice([6, 8]),
+        "depth": draw.choice([2, 3]),
+        "zero": zero,
+        "leaves_after": leaves_after,
+        "dtype": draw.choice(["float32", "bfloat16"]),
+        "autocast": draw.random() < 0.12,
+        "zero_init": draw.random() < 0.15,
+        "micro_batches": draw.choice([1, 1, 2]),
+        "evaluations": sorted(draw.sample(range(5), draw.choice([0, 0, 1, 2]))),
+        "steps": 5,
+    }
+
+
+def configuration(case):
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": case["micro_batches"],
+        "zero_optimization": case["zero"],
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+    }
+    if case["autocast"]:
+        config["torch_autocast"] = {
+            "enabled": True,
+            "dtype": "bfloat16",
+            "lower_precision_safe_modules": ["torch.nn.Linear"],
+        }
+    elif case["dtype"] == "bfloat16":
+        config["bf16"] = {"enabled": True}
+    return config
+
+
+def describe(module, case) -> dict:
+    from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype
+
+    owners: dict[str, list[str]] = {}
+    for path, part in module.named_modules():
+        for _, parameter in part.named_parameters(recurse=False):
+            owners.setdefault(NAMES[id(parameter)], []).append(path)
+    by_order = sorted(module.named_parameters(), key=lambda pair: pair[1].ds_id)
+    return {
+        "modules": [path for path, _ in module.named_modules()],
+        "classes": {
+            path: f"{type(part).__module__}.{type(part).__qualname__}"
+            for path, part in module.named_modules()
+        },
+        "parameters": {
+            name: {
+                "numel": parameter.ds_numel,
+                "trainable": parameter.requires_grad,
+                "dtype": str(parameter.ds_tensor.dtype),
+                **(
+                    {"autocast_dtype": str(get_allgather_dtype(parameter, parameter.ds_tensor))}
+                    if case["autocast"]
+                    else {}
+                ),
+                "owners": owners[name],
+                "group": GROUPS.get(id(parameter.ds_process_group), ""),
+            }
+            for name, parameter in by_order
+        },
+        "zero_optimization": case["zero"],
+        "world_size": torch.distributed.get_world_size(),
+        "groups": {name: 2 for name in GROUPS.values() if name != "secondary"},
+        "gradient_accumulation_steps": case["micro_batches"],
+    }
+
+
+def expert_groups(model):
+    """Shard some parameters over a process group of their own, as expert parallelism does."""
+    group = torch.distributed.new_group(range(torch.distributed.get_world_size()))
+    for block in model.blocks:
+        for parameter in block.mlp.parameters():
+            parameter.ds_zero_partition_process_group = group
+    return group
+
+
+def run_case(case) -> dict:
+    global ON
+    import deepspeed
+    from deepspeed.runtime import torch_autocast
+    from deepspeed.utils import groups, set_z3_leaf_modules
+
+    torch.manual_seed(case["number"])
+    models.ROUTE.seed(case["number"])
+    make = functools.partial(models.FAMILIES[case["family"]], case["width"], case["depth"])
+    if case["zero"].get("stage3_module_granularity_threshold") == BLOCKS_BY_GRANULARITY:
+        plain = make()
+        case["zero"]["stage3_module_granularity_threshold"] = granularity(plain.blocks[0])
+        assert granularity(plain) > granularity(plain.blocks[0])  # DeepSpeed fails when the root is a leaf
+    config = configuration(case)
+    # What DeepSpeed keeps for the whole process must not leak from the case before.
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
+    if case["zero_init"]:
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = make()
+    else:
+        model = make()
+    expert_group = expert_groups(model) if case["family"] == "Grouped" else None
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.AdamW(trained, lr=1e-3), config=config
+    )
+    for registry, items in (
+        (NAMES, ((id(parameter), name) for name, parameter in engine.module.named_parameters())),
+        (PATHS, ((id(module), path) for path, module in engine.module.named_modules())),
+        (
+            GROUPS,
+            (
+                (id(groups._get_zero_param_intra_parallel_group()), "secondary"),
+                (id(expert_group), "experts"),
+            ),
+        ),
+    ):
+        registry.clear()
+        registry.update(items)
+    GROUPS.pop(id(None), None)
+    if case["leaves_after"]:
+        set_z3_leaf_modules(engine.module, [case["leaves_after"]], raise_if_not_found=False)
+    description = describe(engine.module, case)
+    LOG.clear()
+    error = None
+    ON = True
+    try:
+        for step in range(case["steps"]):
+            if step in case["evaluations"]:
+                engine.eval()
+                with torch.no_grad():
+                    engine(batch(case, step, 99))
+                engine.train()
+            for micro_batch in range(case["micro_batches"]):
+                tokens = batch(case, step, micro_batch)
+                engine.backward(models.loss_of(engine(tokens), tokens))
+                engine.step()
+    except RuntimeError as failure:
+        error = str(failure)
+    ON = False
+    engine.destroy()
+    return {"case": case, "description": description, "log": list(LOG), "error": error}
+
+
+def batch(case, step, micro_batch):
+    seed = 1000 * case["number"] + 10 * step + micro_batch + 500_000 * torch.distributed.get_rank()
+    return torch.randint(models.VOCABULARY, (2, 4), generator=torch.Generator().manual_seed(seed))
+
+
+def main(folder: str, rank: str, world: str, first: str, count: str) -> None:
+    torch.set_num_threads(1)
+    observe_torch()
+    import deepspeed
+
+    # A C++ operator that only inference uses, and that takes a compiler and over a minute to build.
+    import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+    observe_deepspeed()
+    deepspeed.init_distributed(
+        "gloo",
+        auto_mpi_discovery=False,
+        init_method=f"file://{folder}/rendezvous",
+        rank=int(rank),
+        world_size=int(world),
+        timeout=timedelta(seconds=60),
+    )
+    with (Path(folder) / f"rank{rank}.jsonl").open("w") as output:
+        for number in itertools.islice(itertools.count(int(first)), int(count)):
+            print(json.dumps(run_case(random_case(number))), file=output, flush=True)
+    torch.distributed.barrier()
+    os._exit(0)  # DeepSpeed's threads can keep a finished process alive
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
