@@ -62,8 +62,10 @@ def open_run(
     Args:
         paths: trace files, run directories, folders of traces, globs, or "-" for stdin.
         model: a model.json to use in place of the one beside the traces.
-        rank_regex: finds the rank in a file's path, in its first group, where neither the file nor its name
-        says it. ranks: keep only these. jobs: load that many files at a time, each in a process of its own.
+        rank_regex: finds the rank in a file's path, in its first group, where neither the file nor its
+            name says it.
+        ranks: keep only these.
+        jobs: load that many files at a time, each in a process of its own.
         max_bytes: give up on a file that is larger than this when unpacked.
 
     Raises:

@@ -24,6 +24,7 @@ _POSITION = re.compile(r"\(byte (\d+)\)")
 _INDEX = re.compile(r"`\$\[(\d+)\]")
 _TRAILING = re.compile(r"trailing characters \(byte (\d+)\)")
 _AFTER_LIST = re.compile(rb'\s*(?:,\s*"|\}|\Z)')
+_LIST_START = re.compile(rb'"traceEvents"\s*:\s*\[\s*\Z')
 _LIST_END = re.compile(rb"[\s,]*\]")
 
 FAILURES = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
@@ -200,8 +201,9 @@ class Recovery:
             try:
                 events = self._list(self._starts[candidate], self._ends[candidate])
             except FAILURES as error:
-                if candidate + 1 == len(self._starts) and _TRAILING.search(str(error)):
-                    return candidate  # the last event, and behind it the end of the list
+                # The last event, perhaps, and behind it the end of the list.
+                if _TRAILING.search(str(error)) and self._sound_at(self._text, self._starts[candidate] + 1):
+                    return candidate
                 continue
             if _is_event(events):
                 return candidate
@@ -215,7 +217,7 @@ class Recovery:
         for number, start in enumerate(starts):
             if start < at:
                 continue
-            for end in [*starts[number + 1 :][:8], len(text)][:9]:
+            for end in self._possible_ends(text, starts[number + 1 : number + 9]):
                 taken = self._take(text[start:end])
                 if taken is not None:
                     event, length = taken
@@ -226,7 +228,7 @@ class Recovery:
                 lost = True
                 continue
             closing = _LIST_END.match(text, at)
-            if at_end and closing and end == len(text):
+            if at_end and closing and _AFTER_LIST.match(text, closing.end()):
                 self._found.tail = text[closing.end() :]
                 break
         if lost and at_end and self._found.tail is None:
@@ -238,17 +240,45 @@ class Recovery:
 
     def _take(self, text: bytes) -> tuple[Any, int] | None:
         """The event that the text starts with, mended if need be, and where it ends."""
-        event = _only_event(self._decode, b"[" + text.rstrip(b", \r\n\t") + b"]")
-        if event is not None:
-            return event, len(text)
+        sound = self._sound_at(text, 0)
+        if sound is not None:
+            return sound
         mended = mend(text)
-        if mended is None:
-            return None
-        event = _only_event(self._decode, b"[" + mended[0] + b"]")
-        if event is None:
+        event = None if mended is None else _only_event(self._decode, b"[" + mended[0] + b"]")
+        if mended is None or event is None:
             return None
         self._notes.add("mended", "{count} damaged events: read except for the damaged values")
         return event, mended[1]
+
+    def _sound_at(self, text: bytes, start: int) -> tuple[Any, int] | None:
+        """The sound event that starts at `start`, and how long it is."""
+        length = _value_length(memoryview(text)[start:])
+        event = (
+            None if length is None else _only_event(self._decode, b"[" + text[start : start + length] + b"]")
+        )
+        return None if event is None or length is None else (event, length)
+
+    def _possible_ends(self, text: bytes, following: list[int]) -> list[int]:
+        """Where an event may end: before what looks like the next one, or, if that lies inside it, further on."""
+        ends = []
+        for start in following:
+            ends.append(start)
+            if _starts_list(text, start) or self._sound_at(text, start):
+                return ends
+        return ends if len(ends) == 8 else [*ends, len(text)]
+
+
+def _value_length(text: memoryview) -> int | None:
+    """How long the sound JSON object is that the text starts with, with or without the space behind it."""
+    try:
+        msgspec.json.decode(text, type=msgspec.Raw)
+    except FAILURES as error:
+        trailing = _TRAILING.search(str(error))
+        if trailing is None:
+            return None
+        end = int(trailing.group(1))
+        return end if bytes(text[max(0, end - 512) : end]).rstrip().endswith(b"}") else end - 1
+    return len(text)
 
 
 def _only_event(decode_list: DecodeList, text: bytes) -> Any | None:
@@ -267,4 +297,8 @@ def _is_nested(text: bytes, start: int) -> bool:
     before = start - 1
     while before >= 0 and text[before] in b" \r\n\t":
         before -= 1
-    return before >= 0 and text[before] in b":["
+    return before >= 0 and text[before] in b":[" and not _starts_list(text, start)
+
+
+def _starts_list(text: bytes, start: int) -> bool:
+    return _LIST_START.search(text, max(0, start - 100), start) is not None

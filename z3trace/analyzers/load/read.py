@@ -29,9 +29,7 @@ MAX_NESTED = 16 << 20
 """An event with data that looks like events inside may be this long."""
 
 _EVENTS_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
-_EVENTS_GUESS = re.compile(
-    rb'[:{\[]\s*[\[{]?\s*(?=\{\s*"(?:ph|name|cat|ts|pid|tid|args)"\s*:[^{}]{0,400}?"ph"\s*:)'
-)
+_BARE_LIST = re.compile(rb"\[\s*(?:[{\]]|\Z)")
 
 
 class Reader:
@@ -59,19 +57,17 @@ class Reader:
     # The head: everything up to the first event.
 
     def _head(self) -> tuple[bytes, bytes, bool]:
+        """The text before the events, the text from the first event on, and whether it is a bare list."""
         text = self._source.read(self._block)
         while text and not text.strip():
-            more = self._source.read(self._block)
-            text = more if more else b""
+            text = self._source.read(self._block)
         if not text:
             raise TraceError(f"{self._name}: empty: no trace in it")
-        if text[:2] in (b"\xff\xfe", b"\xfe\xff") or (b"\x00" in text[:4] and text[:64].count(0) >= 1):
-            raise TraceError(f"{self._name}: UTF-16 or binary text where UTF-8 is expected: convert it first")
+        if text[:2] in (b"\xff\xfe", b"\xfe\xff") or text[:64].count(0) >= 16:
+            raise TraceError(f"{self._name}: UTF-16 or binary data where UTF-8 is expected: convert it first")
         text = text.removeprefix(b"\xef\xbb\xbf").lstrip()
-        if text[:1] == b"[":
+        if _BARE_LIST.match(text):
             return b"", text[1:], True
-        if text[:1] != b"{":
-            raise TraceError(f"{self._name}: not a trace: neither a JSON object nor a list of events")
         searched = 0
         while True:
             match = _EVENTS_KEY.search(text, searched)
@@ -88,16 +84,16 @@ class Reader:
         try:
             value = msgspec.json.decode(text)
         except FAILURES:
-            match = _EVENTS_GUESS.search(text)
-            if match is None:
-                raise TraceError(f"{self._name}: not a trace: no list traceEvents in it") from None
+            at = first_event(text, self._decode)
+            if at is None:
+                raise TraceError(f"{self._name}: not a trace: there is no list of events in it") from None
             self._notes.add(
-                "no_events_key", "the key traceEvents is damaged: the events were found by their looks"
+                "no_events_key", "the start of the events is damaged: they were found by their looks"
             )
-            return text[: match.start()], text[match.end() :], False
-        if "traceEvents" in value:
+            return text[:at], text[at:], False
+        if isinstance(value, dict) and "traceEvents" in value:
             raise TraceError(f"{self._name}: not a trace: traceEvents is not a list")
-        raise NotATraceError(f"{self._name}: not a trace: a JSON object without traceEvents")
+        raise NotATraceError(f"{self._name}: not a trace: JSON without traceEvents")
 
     # The events.
 
