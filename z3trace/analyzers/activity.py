@@ -142,7 +142,8 @@ def _launched_before(trace: Trace, rows: NDArray[np.int64]) -> NDArray[np.int64]
     if not launched.any():
         return np.empty(0, np.int64)
     earliest = correlation[launched].min()
-    return rows[~launched & (correlation != NULL) & (correlation < earliest)]
+    before: NDArray[np.int64] = rows[~launched & (correlation != NULL) & (correlation < earliest)]
+    return before
 
 
 def is_compute_operator(name: str) -> bool:

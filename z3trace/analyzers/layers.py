@@ -35,7 +35,7 @@ class LayerNames:
         """The layer of several modules or parameters: `a+b` when they lie in several, `none` without any."""
         if not paths:
             return NONE
-        return "+".join(dict.fromkeys(self.layer_of(p) for p in paths))
+        return "+".join(sorted({self.layer_of(p) for p in paths}, key=natural_key))
 
 
 def natural_key(layer: str) -> tuple[tuple[int, int, str], ...]:

@@ -83,6 +83,6 @@ class Table:
         frame = pd.DataFrame(
             {c.name: pd.Series(self.column(c.name), dtype=object) for c in self.schema.columns}
         )
-        return frame.astype(
-            {c.name: _FRAME_DTYPES[c.kind] for c in self.schema.columns if c.kind in _FRAME_DTYPES}
-        )
+        dtypes = {c.name: _FRAME_DTYPES[c.kind] for c in self.schema.columns if c.kind in _FRAME_DTYPES}
+        typed: pd.DataFrame = frame.astype(dtypes)
+        return typed
