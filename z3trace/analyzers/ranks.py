@@ -23,7 +23,7 @@ def transfer_times(ranks: Sequence[RankAnalysis]) -> tuple[list[Integers], list[
         return transfers, [
             "one rank: time in collectives cannot be split into transfer and waiting for peers"
         ]
-    members: dict[tuple[object, ...], list[tuple[int, int]]] = defaultdict(list)
+    members: dict[tuple[tuple[object, ...], int], list[tuple[int, int]]] = defaultdict(list)
     for position, rank in enumerate(ranks):
         seen: dict[tuple[object, ...], int] = defaultdict(int)
         for k in range(len(rank.collectives)):
@@ -32,7 +32,7 @@ def transfer_times(ranks: Sequence[RankAnalysis]) -> tuple[list[Integers], list[
             key = (step, rank.collectives.kind[k], group, int(rank.collectives.bytes[k]))
             seen[key] += 1
             if step is not None and rank.collectives.end[k] != NULL:
-                members[(*key, seen[key])].append((position, k))
+                members[key, seen[key]].append((position, k))
     unmatched = 0
     for same in members.values():
         if len(same) < 2:
