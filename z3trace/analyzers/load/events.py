@@ -24,11 +24,14 @@ _POSITION = re.compile(r"\(byte (\d+)\)")
 _INDEX = re.compile(r"`\$\[(\d+)\]")
 _TRAILING = re.compile(r"trailing characters \(byte (\d+)\)")
 _AFTER_LIST = re.compile(rb'\s*(?:,\s*"|\}|\Z)')
+_NESTED = re.compile(rb'(?:"[^"\n]*"\s*:\s*\[?|\[\s*\[)\s*\Z')
 _LIST_START = re.compile(rb'"traceEvents"\s*:\s*\[\s*\Z')
 _LIST_END = re.compile(rb"[\s,]*\]")
 
 FAILURES = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 """What decoding raises on damaged text."""
+
+_SEPARATORS = b", \r\n\t"
 
 DecodeList = Callable[[Any], list[Any]]
 
@@ -213,30 +216,37 @@ class Recovery:
         """Take out of the text of one or more damaged events what can be read."""
         starts = [match.start() for match in _START.finditer(text) if not _is_nested(text, match.start())]
         at = 0
-        lost = not starts
+        taken = None
         for number, start in enumerate(starts):
             if start < at:
                 continue
             for end in self._possible_ends(text, starts[number + 1 : number + 9]):
                 taken = self._take(text[start:end])
                 if taken is not None:
-                    event, length = taken
-                    self._found.lists.append([event])
-                    at = start + length
                     break
-            else:
-                lost = True
+            if taken is None:
                 continue
+            self._note_gap(text[at:start], first=at == 0)
+            event, length = taken
+            self._found.lists.append([event])
+            at = start + length
             closing = _LIST_END.match(text, at)
             if at_end and closing and _AFTER_LIST.match(text, closing.end()):
                 self._found.tail = text[closing.end() :]
-                break
-        if lost and at_end and self._found.tail is None:
+                return
+        rest = text[at:].strip(_SEPARATORS)
+        if rest and at_end:
             self._notes.add("cut_off", "the file ends within an event: that event is lost")
-        elif lost:
+        elif rest:
+            self._note_gap(rest, first=False)
+
+    def _note_gap(self, text: bytes, first: bool) -> None:
+        if text.strip(_SEPARATORS):
             self._notes.add(
-                "unreadable", "{count} unreadable places among the events: the event there is lost"
+                "unreadable", "{count} unreadable places among the events: what stood there is lost"
             )
+        elif not first:
+            self._notes.add("separator", "{count} missing or doubled commas between events: nothing is lost")
 
     def _take(self, text: bytes) -> tuple[Any, int] | None:
         """The event that the text starts with, mended if need be, and where it ends."""
@@ -294,10 +304,7 @@ def _is_event(events: list[Any]) -> bool:
 
 
 def _is_nested(text: bytes, start: int) -> bool:
-    before = start - 1
-    while before >= 0 and text[before] in b" \r\n\t":
-        before -= 1
-    return before >= 0 and text[before] in b":[" and not _starts_list(text, start)
+    return _NESTED.search(text, max(0, start - 100), start) is not None and not _starts_list(text, start)
 
 
 def _starts_list(text: bytes, start: int) -> bool:

@@ -84,16 +84,18 @@ class Reader:
         try:
             value = msgspec.json.decode(text)
         except FAILURES:
-            at = first_event(text, self._decode)
-            if at is None:
-                raise TraceError(f"{self._name}: not a trace: there is no list of events in it") from None
+            value = None
+        if isinstance(value, dict) and "traceEvents" in value:
+            raise TraceError(f"{self._name}: not a trace: traceEvents is not a list")
+        at = first_event(text, self._decode)
+        if at is not None:
             self._notes.add(
                 "no_events_key", "the start of the events is damaged: they were found by their looks"
             )
             return text[:at], text[at:], False
-        if isinstance(value, dict) and "traceEvents" in value:
-            raise TraceError(f"{self._name}: not a trace: traceEvents is not a list")
-        raise NotATraceError(f"{self._name}: not a trace: JSON without traceEvents")
+        if value is not None:
+            raise NotATraceError(f"{self._name}: not a trace: JSON without traceEvents")
+        raise TraceError(f"{self._name}: not a trace: there is no list of events in it")
 
     # The events.
 

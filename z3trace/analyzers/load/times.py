@@ -40,11 +40,9 @@ def numbers_to_ns(values: list[Any]) -> tuple[Int64, int]:
             raise NeedText
         return whole * 1000, 0
     try:
-        us = np.frombuffer(struct.pack(f"{n}d", *values), np.float64)
-    except (struct.error, OverflowError):
-        if any(type(value) not in (int, float) and value is not None for value in values):
-            raise NeedText from None
-        us = np.array([ABSENT if value is None else value for value in values], np.float64)
+        us = _doubles(values)
+    except (OverflowError, TypeError):
+        raise NeedText from None
     present = us == us
     all_present = bool(present.all())
     if not all_present:
@@ -62,6 +60,16 @@ def numbers_to_ns(values: list[Any]) -> tuple[Int64, int]:
     if not all_present:
         ns[~present] = NULL
     return ns, 0
+
+
+def _doubles(values: list[Any]) -> npt.NDArray[np.float64]:
+    try:
+        return np.frombuffer(struct.pack(f"{len(values)}d", *values), np.float64)
+    except struct.error:
+        pass
+    if any(type(value) not in (int, float) and value is not None for value in values):
+        raise TypeError("a time that is no number")
+    return np.array([ABSENT if value is None else value for value in values], np.float64)
 
 
 def texts_to_ns(texts: Sequence[bytes]) -> tuple[Int64, int]:
