@@ -19,8 +19,8 @@ from z3trace.analyzers.collectives import Collectives, find_collectives
 from z3trace.analyzers.host import HostThreads, find_threads
 from z3trace.analyzers.idle import IdleSplits, host_timeline, split_idle, totals
 from z3trace.analyzers.layers import ROOT, LayerNames
-from z3trace.analyzers.phases import NAMES, Phases, find_phases
-from z3trace.analyzers.spans import compute_by_layer, find_module_spans, union_total
+from z3trace.analyzers.phases import BACKWARD, FORWARD, NAMES, Phases, find_phases
+from z3trace.analyzers.spans import compute_by_layer, union_total
 from z3trace.analyzers.steps import Steps, WindowKind, find_steps
 from z3trace.analyzers.trace import NULL, Trace
 
@@ -127,7 +127,16 @@ class RankAnalysis:
             key = (self.step_number(k), self.layer_of(k), self.placement.phase[k], self.collectives.kind[k])
             groups[key].append(k)
         compute = self._compute_by_layer
-        return [
+        with_gathers = {(step, layer, phase) for step, layer, phase, _ in groups}
+        alone = [
+            {
+                "rank": self.rank, "step": step, "layer": layer, "phase": phase, "kind": None, "count": 0,
+                "bytes": 0, "compute_ns": ns, "exposed_ns": 0,
+            }
+            for (step, layer, phase), ns in compute.items()
+            if (step, layer, phase) not in with_gathers
+        ]  # fmt: skip
+        return alone + [
             {
                 "rank": self.rank, "step": step, "layer": layer, "phase": phase, "kind": kind,
                 "count": len(members), "bytes": self._sum(members, self.collectives.bytes),
@@ -139,7 +148,7 @@ class RankAnalysis:
 
     @cached_property
     def _compute_by_layer(self) -> dict[tuple[int | None, str, str], int]:
-        spans = find_module_spans(self.trace, self.attribution.framework)
+        spans = self.attribution.spans
         if spans is None:
             return {}
         codes, layers, rows, times = compute_by_layer(self.trace, self.activity, spans, self.layers)
@@ -184,6 +193,7 @@ class RankAnalysis:
     def gather_rows(self, transfer: np.ndarray) -> list[dict[str, Any]]:
         """All-gathers; `transfer` is the transfer time of each collective over the ranks (NULL unknown)."""
         rows = []
+        again = self._repeated_after()
         for k in np.flatnonzero(self.collectives.is_kind("all_gather")).tolist():
             owner = self.attribution.owners[k]
             start, end = known(self.collectives.start[k]), known(self.collectives.end[k])
@@ -197,11 +207,36 @@ class RankAnalysis:
                 "issued_in": owner.issued_in, "used_phase": owner.used_phase, "used_in": owner.used_in,
                 "unit": owner.unit, "parameters": list(owner.parameters) if owner.parameters else None,
                 "reason": owner.reason, "bytes": known(self.collectives.bytes[k]),
+                "early_ns": self._early(k), "again_after_ns": again.get(k),
                 "start_ns": start if start is not None else int(self.collectives.issue_ns[k]),
                 "end_ns": end, "exposed_ns": known(self.exposed_ns[k]), "transfer_ns": moved,
                 "peer_wait_ns": waited,
             })  # fmt: skip
         return rows
+
+    def _early(self, k: int) -> int | None:
+        """From the end of a prefetch to the first use of what it fetches; negative: it came too late."""
+        owner, spans = self.attribution.owners[k], self.attribution.spans
+        if spans is None or owner.reason != "prefetch" or owner.used_in is None:
+            return None
+        use = spans.first_use(owner.used_in, owner.used_phase == BACKWARD, int(self.collectives.issue_ns[k]))
+        end = int(self.collectives.end[k])
+        return None if use is None or end == NULL else use - end
+
+    def _repeated_after(self) -> dict[int, int]:
+        """For each gather of something gathered before in its step: ns since the end of that gather."""
+        latest: dict[tuple[int, object], int] = {}
+        result: dict[int, int] = {}
+        for k in np.flatnonzero(self.collectives.is_kind("all_gather")).tolist():
+            owner = self.attribution.owners[k]
+            pieces = owner.parameters or ((owner.unit,) if owner.unit is not None else ())
+            keys = [(int(self.placement.step[k]), piece) for piece in pieces]
+            seen = [latest[key] for key in keys if key in latest]
+            if seen:
+                result[k] = int(self.collectives.issue_ns[k]) - max(seen)
+            end = int(self.collectives.end[k])
+            latest |= dict.fromkeys(keys, end if end != NULL else int(self.collectives.issue_ns[k]))
+        return result
 
 
 def analyze_trace(

@@ -64,7 +64,7 @@ LAYERS = Schema(
         *_rank_step(),
         Column("layer", "text", "", "repeated block that owns the parameters; root: the rest; a+b: several"),
         Column("phase", "text", "", "where it was issued"),
-        Column("kind", "text", "", "all_gather, reduce_scatter, ..."),
+        Column("kind", "text", "", "all_gather, reduce_scatter, ...; absent where the layer only computes"),
         Column("count", "integer", "", "collectives issued"),
         Column("bytes", "integer", "bytes", "as in collectives"),
         Column("compute_ns", "integer", "ns", "compute of the layer in this phase"),
@@ -85,6 +85,10 @@ GATHERS = Schema(
         Column("parameters", "list", "", "names of the parameters in it"),
         Column("reason", "text", "", "demand, prefetch, post_step or recompute"),
         Column("bytes", "integer", "bytes", "output bytes"),
+        Column("early_ns", "integer", "ns", "of a prefetch: from its end to its first use; negative: late"),
+        Column(
+            "again_after_ns", "integer", "ns", "since the end of the last gather of the same in this step"
+        ),
         Column(
             "start_ns", "integer", "ns", "start of the transfer on the trace's clock (issue when unknown)"
         ),

@@ -1,6 +1,7 @@
 """Step windows: which stretch of the trace is step N."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -98,7 +99,7 @@ def _from_optimizer(trace: Trace, threads: HostThreads) -> list[tuple[int, int, 
     rows = rows[trace.lane[rows] == threads.main]
     rows = rows[trace.parents[rows] < 0] if len(rows) else rows
     ends = np.sort(trace.end[rows])
-    return [(k, int(start), int(end)) for k, (start, end) in enumerate(zip(ends[:-1], ends[1:], strict=True))]
+    return [(k, start, end) for k, (start, end) in enumerate(pairwise(ends.tolist()))]
 
 
 def _device_windows(trace: Trace, activity: Activity, marks: list[tuple[int, int]]) -> list[tuple[int, int]]:

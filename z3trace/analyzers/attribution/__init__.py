@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from z3trace.analyzers.attribution import deepspeed, fsdp, labelled, repetition
+from z3trace.analyzers.attribution import deepspeed, fsdp, labelled, repetition, stacks
 from z3trace.analyzers.attribution.base import Attribution, Owner, Placement, place
 from z3trace.analyzers.collectives import Collectives
 from z3trace.analyzers.phases import Phases
@@ -42,9 +42,10 @@ def attribute(
     """Owners of the collectives, and their placement corrected by what the framework's events say."""
     framework = framework_of(trace)
     if framework == "z3trace":
-        return labelled.attribute(labelled.chains(trace, collectives), placement)
+        return labelled.attribute(trace, labelled.chains(trace, collectives), placement, description)
     if framework == "fsdp2":
         return fsdp.attribute_fsdp2(trace, collectives, placement), placement
     if framework == "deepspeed":
         return deepspeed.attribute(trace, collectives, placement, steps, phases, description), placement
-    return repetition.attribute(framework, collectives, placement), placement
+    found = stacks.attribute(framework, trace, collectives, placement)
+    return found or repetition.attribute(framework, collectives, placement), placement

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from z3trace.analyzers.collectives import Collectives
 from z3trace.analyzers.phases import BACKWARD, NAMES, Phases
+from z3trace.analyzers.spans import ModuleSpans
 from z3trace.analyzers.steps import Steps
 
 
@@ -30,6 +31,7 @@ class Attribution:
     framework: str
     owners: tuple[Owner, ...]
     notes: tuple[str, ...] = ()
+    spans: ModuleSpans | None = None  # when which module ran on the host, where the trace shows it
 
 
 @dataclass(frozen=True)

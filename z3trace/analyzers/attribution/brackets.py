@@ -17,6 +17,7 @@ from z3trace.analyzers.attribution.base import Attribution, Owner, Placement
 from z3trace.analyzers.collectives import Collectives
 from z3trace.analyzers.host import host_spans, nearest_ancestor
 from z3trace.analyzers.phases import FORWARD, NAMES, Phases
+from z3trace.analyzers.spans import ModuleSpans, Span, spans_of
 from z3trace.analyzers.steps import Steps
 from z3trace.analyzers.trace import NULL, Trace
 from z3trace.engine.schedule.calls import Call, CallFacts, call_tree
@@ -89,13 +90,43 @@ def attribute(
                 named += names is not None
                 owners[k] = Owner(issued_in=where, layer=owners[k].layer)
     if names is not None:
-        if not named:
+        if not named or model is None:
             return None
-        return Attribution(
-            "deepspeed", tuple(owners), ("gathers are placed by DeepSpeed's hooks in the trace",)
-        )
+        notes = ("gathers are placed by DeepSpeed's hooks in the trace",)
+        spans = module_spans(trace, steps, phases, model, facts)
+        return Attribution("deepspeed", tuple(owners), notes, spans)
     note = "no description of the model (model.json): calls are numbered in order of entry"
     return Attribution("deepspeed", tuple(owners), (note, *unnamed.notes))
+
+
+def module_spans(
+    trace: Trace, steps: Steps, phases: Phases, model: Model, facts: CallFacts | None
+) -> ModuleSpans | None:
+    """When which module ran, in forward from its entry to its exit, in backward between the nodes of the two.
+
+    None where the entries seen are not those of the model's calls.
+    """
+    entries, exits, in_node = _entries_and_exits(trace)
+    entries = entries[nearest_ancestor(trace, entries, in_node) < 0]
+    exits = exits[nearest_ancestor(trace, exits, in_node) < 0]
+    names = _called(call_tree(model, facts))
+    sequence = trace.ints("sequence")
+    ends = {int(sequence[r]): int(trace.end[r]) for r in host_spans(trace, lambda n: n == ENTRY + "Backward")}
+    begins = {int(sequence[r]): int(trace.ts[r]) for r in host_spans(trace, lambda n: n == BACKWARD_FETCH)}
+    entry_passes, exit_passes = (_forward_passes(trace, rows, steps, phases) for rows in (entries, exits))
+    found: list[Span] = []
+    for key in np.unique(entry_passes[entry_passes >= 0]):
+        inside = entries[entry_passes == key]
+        if len(inside) < len(names):
+            return None
+        for entry, exit_row, path in _Calls(trace, inside, exits[exit_passes == key], names).pairs():
+            if not path:
+                continue
+            found.append((int(trace.end[entry]), int(trace.ts[exit_row]), path, False))
+            begin, end = begins.get(int(sequence[exit_row])), ends.get(int(sequence[entry]))
+            if begin is not None and end is not None and begin < end:
+                found.append((begin, end, path, True))
+    return spans_of(found)
 
 
 def _pass_key(step: Any, micro_batch: Any) -> Any:
@@ -126,6 +157,7 @@ class _Calls:
             extra = max(0, len(entries) - len(names))
         self._extra, self._names = extra, names if names is not None and len(entries) >= len(names) else None
         self._by_sequence: dict[int, int] = {}
+        self._pairs: list[tuple[int, int, int]] = []
         stack: list[int] = []
         events = sorted(
             [(int(trace.ts[r]), 0, k, int(r)) for k, r in enumerate(entries)]
@@ -137,6 +169,7 @@ class _Calls:
                 stack.append(k)
             elif stack:
                 call = stack.pop()
+                self._pairs.append((call, int(entries[call]), row))
                 if sequence[row] != NULL:
                     self._by_sequence[int(sequence[row])] = call
 
@@ -145,6 +178,11 @@ class _Calls:
         if self._names is None:
             return f"call {call}"
         return self._names[call] if call < len(self._names) else None
+
+    def pairs(self) -> list[tuple[int, int, str]]:
+        """(entry event, exit event, path) of each call that has both."""
+        named = [(entry, exit_row, self._name(call)) for call, entry, exit_row in self._pairs]
+        return [(entry, exit_row, name) for entry, exit_row, name in named if name is not None]
 
     def entered_after(self, time: int) -> str | None:
         entry = int(np.searchsorted(self._times, time, side="right"))

@@ -59,7 +59,8 @@ def attribute(
         else:
             found = _by_schedule(trace, collectives, by_step, description)
             if found is not None:
-                return found
+                spans = brackets.module_spans(trace, steps, phases, description.model, description.facts)
+                return replace(found, spans=spans)
             found = brackets.attribute(
                 trace, collectives, placement, steps, phases, description.model, description.facts
             )

@@ -7,6 +7,7 @@ import numpy as np
 from z3trace.analyzers.attribution.base import Attribution, Owner, Placement
 from z3trace.analyzers.collectives import Collectives
 from z3trace.analyzers.host import host_spans, nearest_ancestor
+from z3trace.analyzers.spans import ModuleSpans, Span, spans_of
 from z3trace.analyzers.trace import Trace
 
 _RANGE = re.compile(r"FSDP::(\w+)(?: for ([^()]+?))?(?: \((.*)\))?\Z")
@@ -55,4 +56,28 @@ def attribute_fsdp2(trace: Trace, collectives: Collectives, placement: Placement
         gather = collectives.kind[k] == "all_gather"
         reason = ("demand" if issued_in == unit[1] else "prefetch") if gather else None
         owners.append(Owner(unit[1], issued_in, unit[1], placement.phase[k], reason))
-    return Attribution("fsdp2", tuple(owners), ("gathers are named by FSDP2's own ranges",))
+    notes = ("gathers are named by FSDP2's own ranges",)
+    return Attribution("fsdp2", tuple(owners), notes, module_spans(trace))
+
+
+def module_spans(trace: Trace) -> ModuleSpans | None:
+    """When which unit ran: from the hook before it to the hook after it, in forward and in backward."""
+    forward = _between_hooks(trace, "pre_forward", "post_forward", backward=False)
+    return spans_of(forward + _between_hooks(trace, "pre_backward", "post_backward_reduce", backward=True))
+
+
+def _between_hooks(trace: Trace, before: str, after: str, *, backward: bool) -> list[Span]:
+    """From the start of the hook before to the end of the hook after, for each pair of one unit's hooks."""
+    events = []
+    for row in host_spans(trace, lambda n: n.startswith(("FSDP::" + before, "FSDP::" + after))).tolist():
+        what = range_of(trace.name_of(row))
+        if what is not None and what[0] in (before, after) and what[1]:
+            events.append((int(trace.ts[row]), int(trace.end[row]), *what))
+    pending: dict[str, int] = {}
+    spans: list[Span] = []
+    for start, end, verb, path in sorted(events):
+        if verb == before:
+            pending[path] = start
+        elif path in pending:
+            spans.append((pending.pop(path), end, path, backward))
+    return spans

@@ -1,10 +1,14 @@
 """Attribution by our own labels, written by the engine and the recorder."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from z3trace.analyzers.attribution.base import Attribution, Owner, Placement
 from z3trace.analyzers.collectives import Collectives
 from z3trace.analyzers.host import host_spans, nearest_ancestor
+from z3trace.analyzers.spans import ModuleSpans, Span, spans_of
 from z3trace.analyzers.trace import Trace
 from z3trace.engine.labels import PREFIX, Label, parse_label
 
@@ -50,8 +54,28 @@ def kinds_by_label(collectives: Collectives, labels: list[list[Label]]) -> tuple
     return tuple(kinds)
 
 
-def attribute(labels: list[list[Label]], placement: Placement) -> tuple[Attribution, Placement]:
-    """Owners, and the placement with the phases that the labels state."""
+def module_spans(trace: Trace) -> ModuleSpans | None:
+    """When which unit ran, from the forward and backward labels; the model itself is left out."""
+    found: list[Span] = []
+    for row in host_spans(
+        trace, lambda n: n.startswith((PREFIX + "forward ", PREFIX + "backward "))
+    ).tolist():
+        label = parse_label(trace.name_of(row))
+        unit = label.text("unit") if label is not None else None
+        if label is not None and unit:
+            found.append((int(trace.ts[row]), int(trace.end[row]), unit, label.verb == "backward"))
+    return spans_of(found)
+
+
+def attribute(
+    trace: Trace, labels: list[list[Label]], placement: Placement, description: Mapping[str, Any] | None
+) -> tuple[Attribution, Placement]:
+    """Owners, and the placement with the phases that the labels state.
+
+    The parameters of a unit come from the engine's own description of its units, where there is one.
+    """
+    listed = description.get("units") if description is not None else None
+    parameters = {u["name"]: tuple(u["parameters"]) for u in listed} if isinstance(listed, list) else {}
     owners, phases = [], list(placement.phase)
     for k, chain in enumerate(labels):
         acting = next((label for label in chain if label.verb in _KIND_OF_VERB), None)
@@ -73,7 +97,9 @@ def attribute(labels: list[list[Label]], placement: Placement) -> tuple[Attribut
                 used_in=unit,
                 used_phase=phases[k] if demanded or reason == "prefetch" else None,
                 reason=reason,
+                parameters=parameters.get(unit) if unit is not None else None,
             )
         )
     notes = ("gathers are named by the labels in the trace",)
-    return Attribution("z3trace", tuple(owners), notes), placement.with_phase(tuple(phases))
+    attribution = Attribution("z3trace", tuple(owners), notes, module_spans(trace))
+    return attribution, placement.with_phase(tuple(phases))
