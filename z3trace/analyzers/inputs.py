@@ -3,10 +3,8 @@
 import glob
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +147,10 @@ def _load_all(
     read: Callable[[str], Trace | TraceError] = partial(_try_load, max_bytes=max_bytes)
     results: Iterable[Trace | TraceError]
     if jobs > 1 and len(files) > 1:
+        # Here, because their import takes as long as loading a small trace.
+        from concurrent.futures import ProcessPoolExecutor
+        from multiprocessing import get_context
+
         with ProcessPoolExecutor(min(jobs, len(files)), mp_context=get_context("spawn")) as pool:
             results = list(pool.map(read, files))
     else:

@@ -31,7 +31,8 @@ _LIST_END = re.compile(rb"[\s,]*\]")
 FAILURES = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 """What decoding raises on damaged text."""
 
-_SEPARATORS = b", \r\n\t"
+_SPACE = b" \r\n\t"
+_SEPARATORS = b"," + _SPACE
 
 DecodeList = Callable[[Any], list[Any]]
 
@@ -58,7 +59,7 @@ def list_end(text: bytes | bytearray | memoryview, error: Exception) -> int | No
     if trailing is None:
         return None
     end = int(trailing.group(1))
-    if not bytes(text[max(0, end - 512) : end]).rstrip().endswith(b"]"):
+    if not bytes(text[max(0, end - 512) : end]).rstrip(_SPACE).endswith(b"]"):
         end -= 1  # the position counts the first character behind the list in
     return end if _AFTER_LIST.match(text, end) else None
 
@@ -156,7 +157,9 @@ class Recovery:
             self._keep(at, left)
             return left
         except FAILURES as error:
-            end = list_end(b"[" + self._text[start + 1 :], error)
+            end = None
+            if _TRAILING.search(str(error)):
+                end = list_end(b"[" + self._text[start + 1 :], error)
             position, index = _POSITION.search(str(error)), _INDEX.search(str(error))
         if end is not None:
             self._found.lists.append(self._decode(b"[" + self._text[start + 1 : start + end]))
@@ -245,7 +248,7 @@ class Recovery:
             self._notes.add(
                 "unreadable", "{count} unreadable places among the events: what stood there is lost"
             )
-        elif not first:
+        elif not first and text.count(b",") != 1:
             self._notes.add("separator", "{count} missing or doubled commas between events: nothing is lost")
 
     def _take(self, text: bytes) -> tuple[Any, int] | None:
@@ -287,7 +290,7 @@ def _value_length(text: memoryview) -> int | None:
         if trailing is None:
             return None
         end = int(trailing.group(1))
-        return end if bytes(text[max(0, end - 512) : end]).rstrip().endswith(b"}") else end - 1
+        return end if bytes(text[max(0, end - 512) : end]).rstrip(_SPACE).endswith(b"}") else end - 1
     return len(text)
 
 

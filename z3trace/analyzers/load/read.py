@@ -48,7 +48,7 @@ class Reader:
     def run(self) -> dict[str, Any]:
         """Read everything; returns the metadata: every top-level key except traceEvents."""
         head, rest, bare = self._head()
-        metadata = {} if bare else _metadata(head, self._notes)
+        metadata = _metadata(head, self._notes) if head else {}
         tail = self._events(b"[" + rest)
         if tail.strip() and not bare:
             metadata.update(_metadata(b"{" + tail.lstrip(b" \r\n\t,"), self._notes))
@@ -72,10 +72,14 @@ class Reader:
         while True:
             match = _EVENTS_KEY.search(text, searched)
             if match:
-                return text[: match.start()], text[match.end() :], False
+                head = b"" if "long_metadata" in self._notes else text[: match.start()]
+                return head, text[match.end() :], False
+            if len(text) > MAX_METADATA:
+                self._too_long("before")
+                text = text[-64:]
             searched = max(0, len(text) - 64)
             more = self._source.read(max(self._block, len(text)))
-            if not more or len(text) > MAX_METADATA:
+            if not more:
                 return self._guess(text)
             text += more
 
@@ -184,8 +188,14 @@ class Reader:
             if not more:
                 return tail
             tail += more
-        self._notes.add("long_metadata", f"more than {MAX_METADATA >> 20} MB behind the events: left out")
+        self._too_long("behind")
         return b""
+
+    def _too_long(self, where: str) -> None:
+        if "long_metadata" not in self._notes:
+            self._notes.add(
+                "long_metadata", f"more than {MAX_METADATA >> 20} MB {where} the events: left out"
+            )
 
     def _skip_event(self) -> bytearray:
         self._notes.add("long_event", f"{{count}} events longer than {MAX_EVENT >> 20} MB: left out")
@@ -213,8 +223,7 @@ class Reader:
 
     def _recover(self, text: bytes, final: bool) -> Recovered:
         found = Recovery(self._notes, decode.texts.decode, text, final).recover()
-        for events in found.lists:
-            self._builder.add(events, True)
+        self._builder.add([event for events in found.lists for event in events], True)
         return found
 
 
