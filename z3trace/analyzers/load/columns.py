@@ -193,6 +193,11 @@ class ColumnBuilder:
         self._args(read["args"], codes["ph"], codes["cat"])
         self.size += size
 
+    def has_phases(self) -> bool:
+        """Whether any event so far names its phase, as every real one does."""
+        absent = self.codes["ph"].get(None, -1)
+        return any(bool((codes != absent).any()) for codes in self.top["ph"])
+
     def _args(
         self, given: list[Any], phases: npt.NDArray[np.int32], categories: npt.NDArray[np.int32]
     ) -> None:

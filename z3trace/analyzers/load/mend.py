@@ -18,7 +18,7 @@ _NUMBER = re.compile(rb"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?
 _LITERAL = re.compile(rb"(?:true|false|null)(?=[\s,\]}]|\Z)")
 _GARBAGE = re.compile(rb'[^\s,:"{}\[\]]+')
 _COLON = re.compile(rb"\s*:")
-_AFTER_VALUE = re.compile(rb'\s*(?:,\s*"(?:[^"\\]{1,80})"\s*:|[}\]]|\Z)')
+_AFTER_VALUE = re.compile(rb'\s*(?:,?\s*"(?:[^"\\]{1,80})"\s*:|[}\]]|\Z)')
 _AFTER_ITEM = re.compile(rb"\s*[,\]]")
 _ESCAPE = re.compile(rb'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})|[\x00-\x1f"\\]')
 _PLAIN = {b"\n": b"\\n", b"\t": b"\\t", b"\r": b"\\r"}

@@ -50,6 +50,8 @@ class Reader:
         head, rest, bare = self._head()
         metadata = _metadata(head, self._notes) if head else {}
         tail = self._events(b"[" + rest)
+        if bare and not self._builder.has_phases():
+            raise NotATraceError(f"{self._name}: not a trace: a JSON list with no events in it")
         if tail.strip() and not bare:
             metadata.update(_metadata(b"{" + tail.lstrip(b" \r\n\t,"), self._notes))
         return metadata
