@@ -1,5 +1,6 @@
 """`z3trace demo`: the first command of the README."""
 
+import os
 from pathlib import Path
 
 import click
@@ -19,7 +20,7 @@ from z3trace.cli import Options
 @click.option(
     "--dim",
     type=click.IntRange(min=4),
-    default=96,
+    default=64,
     show_default=True,
     metavar="N",
     help="Width of the transformer, a multiple of its 4 heads.",
@@ -50,6 +51,7 @@ def demo(options: Options, world: int, dim: int, output: Path | None, force: boo
     from z3trace.recording.summary import shown_path
     from z3trace.reporting.comparison import print_comparison
 
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # on the CPU everywhere, so that everybody sees the same
     console = Console()
     progress = Console(stderr=True, quiet=options.verbosity < 0)
     directory = (output or name_run("demo")).absolute()

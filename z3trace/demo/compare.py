@@ -27,7 +27,7 @@ def record_layouts(directory: Path, ranks: int, arguments: list[str], console: C
     """One recorded run for each layout, in `directory`. Raises UserError when a training fails."""
     runs = {}
     for name, unit in LAYOUTS.items():
-        settings = RecordSettings(directory / name, skip=8, warmup=2, steps=4, command=("z3trace", "demo"))
+        settings = RecordSettings(directory / name, skip=5, warmup=2, steps=8, command=("z3trace", "demo"))
         program = Program(str(SCRIPT), ("--unit", unit, "--steps", str(settings.needed + 2), *arguments))
         with _logged(console, f"{name}: train and record on {ranks} ranks") as logs:
             ending = launch(settings, program, ranks, logs=logs)

@@ -90,7 +90,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small transformer with the z3trace engine.")
     parser.add_argument("--unit", choices=["block", "module"], default="block")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--dim", type=int, default=96)
+    parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--vocabulary", type=int, default=256)
