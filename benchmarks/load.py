@@ -41,6 +41,7 @@ print(len(trace.get_trace(0)))
 """
 
 _SHIFTED = re.compile(rb'"(ts|id|correlation|External id|Sequence number)":(\s*)(\d+)((?:\.\d+)?)')
+_MARK = re.compile(rb"ProfilerStep#(\d+)")
 _PERIOD_US = 10_000_000
 _ID_STEP = 10_000_000
 
@@ -86,7 +87,10 @@ def _shifted(events: bytes, copy: int) -> bytes:
         step = _PERIOD_US if key == b"ts" else _ID_STEP
         return b'"%s":%s%d%s' % (key, space, int(whole) + copy * step, rest)
 
-    return _SHIFTED.sub(replace, events) if copy else events
+    if not copy:
+        return events
+    marked = _MARK.sub(lambda match: b"ProfilerStep#%d" % (int(match[1]) + 1000 * copy), events)
+    return _SHIFTED.sub(replace, marked)
 
 
 def measure(python: str, code: str, path: Path) -> Cost:

@@ -219,7 +219,7 @@ def test_causes_of_idle_time(writer):
     trace = writer.load()
     threads, activity, _ = stages(trace)
     splits = split_idle(trace, activity, host_timeline(trace, threads), 0, 400 * US)
-    causes = {name: ns for name, _, ns, _ in totals(trace, splits.cause, 0, 400 * US)}
+    causes = {total.name: total.ns for total in totals(trace, splits.cause, 0, 400 * US)}
     assert causes["sync_stream"] == 30 * US
     assert causes["device_gap"] == 20 * US
     assert causes["end_of_trace"] == 100 * US
@@ -227,7 +227,7 @@ def test_causes_of_idle_time(writer):
     assert causes["allocator"] == 46 * US
     idle = iv.total(iv.complement(activity.busy, 0, 400 * US))
     assert sum(causes.values()) == idle
-    states = {name: ns for name, _, ns, _ in totals(trace, splits.host_state, 0, 400 * US)}
+    states = {total.name: total.ns for total in totals(trace, splits.host_state, 0, 400 * US)}
     assert sum(states.values()) == idle
     assert states["allocator"] == 40 * US
     assert "sync_stream" not in states, "the device was busy while the host was blocked"

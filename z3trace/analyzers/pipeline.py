@@ -19,7 +19,7 @@ from z3trace.analyzers.collectives import Collectives, find_collectives
 from z3trace.analyzers.host import HostThreads, find_threads
 from z3trace.analyzers.idle import IdleSplits, host_timeline, split_idle, totals
 from z3trace.analyzers.layers import ROOT, LayerNames
-from z3trace.analyzers.phases import BACKWARD, FORWARD, NAMES, Phases, find_phases
+from z3trace.analyzers.phases import BACKWARD, NAMES, Phases, find_phases
 from z3trace.analyzers.spans import compute_by_layer, union_total
 from z3trace.analyzers.steps import Steps, WindowKind, find_steps
 from z3trace.analyzers.trace import NULL, Trace
@@ -172,9 +172,7 @@ class RankAnalysis:
     def idle(self) -> IdleSplits:
         """All idle time from the first step's start to the last step's end, cut twice."""
         windows = self.steps.steps
-        if not windows:
-            return IdleSplits((), ())
-        start, end = min(s.start for s in windows), max(s.end for s in windows)
+        start, end = (windows[0].start, max(s.end for s in windows)) if windows else (0, 0)
         timeline = host_timeline(self.trace, self.threads)
         return split_idle(self.trace, self.activity, timeline, start, end)
 
@@ -182,12 +180,12 @@ class RankAnalysis:
         splits = {"host_state": self.idle.host_state, "cause": self.idle.cause}
         return [
             {
-                "rank": self.rank, "step": step.number, "split": split, "name": name, "gaps": gaps,
-                "idle_ns": ns, "where": where,
+                "rank": self.rank, "step": step.number, "split": split, "name": total.name, "gaps": total.pieces,
+                "idle_ns": total.ns, "where": total.where,
             }
             for step in self.steps.steps
             for split, pieces in splits.items()
-            for name, gaps, ns, where in totals(self.trace, pieces, step.start, step.end)
+            for total in totals(self.trace, pieces, step.start, step.end)
         ]  # fmt: skip
 
     def gather_rows(self, transfer: np.ndarray) -> list[dict[str, Any]]:

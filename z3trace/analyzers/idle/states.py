@@ -6,6 +6,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from z3trace.analyzers import intervals as iv
 from z3trace.analyzers.host import HostThreads, is_step_mark, nearest_ancestor, spans
 from z3trace.analyzers.kinds import kind_of_operator
 from z3trace.analyzers.trace import Trace
@@ -86,30 +87,27 @@ class Timeline:
     def ends(self) -> Integers:
         return np.concatenate((self.starts[1:], [np.iinfo(np.int64).max]))
 
-    def split(self, start: int, end: int) -> list[tuple[int, int, str, int]]:
-        """The stretches inside [start, end) as (start, end, state, row)."""
-        first = max(int(np.searchsorted(self.starts, start, side="right")) - 1, 0)
-        last = int(np.searchsorted(self.starts, end, side="left"))
-        if not len(self.starts) or last == 0:
-            return [(start, end, "host_other", -1)]
-        pieces = []
-        if start < self.starts[0]:
-            pieces.append((start, min(end, int(self.starts[0])), "host_other", -1))
-        for k in range(first, last):
-            low, high = max(start, int(self.starts[k])), min(end, int(self.ends[k]))
-            if high > low:
-                pieces.append((low, high, STATES[self.states[k]], int(self.rows[k])))
-        return pieces
+    def overlay(self, intervals: iv.Array) -> tuple[Integers, Integers, Integers]:
+        """The intervals cut where the state changes: (starts, ends, stretch of each piece), in order of time.
+
+        The first stretch of the timeline begins before everything, so each instant has one.
+        """
+        first = np.searchsorted(self.starts, intervals[:, 0], side="right") - 1
+        last = np.searchsorted(self.starts, intervals[:, 1], side="left")
+        counts = last - first
+        whole = np.repeat(np.arange(len(intervals)), counts)
+        stretch = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + first[whole]
+        starts = np.maximum(self.starts[stretch], intervals[whole, 0])
+        return starts, np.minimum(self.ends[stretch], intervals[whole, 1]), stretch
 
 
 def host_timeline(trace: Trace, threads: HostThreads) -> Timeline:
     """The state of the host at every instant. An autograd thread that is active speaks for the host."""
     per_lane = [_innermost(trace, lane) for lane in threads.training]
     per_lane = [lane for lane in per_lane if len(lane[0])]
-    if not per_lane:
-        empty = np.empty(0, np.int64)
-        return Timeline(trace, empty, np.empty(0, np.int8), empty)
-    starts = np.unique(np.concatenate([times for times, _ in per_lane]))
+    beginning = np.array([np.iinfo(np.int64).min])
+    starts = np.sort(np.concatenate([beginning, *(times for times, _ in per_lane)]), kind="stable")
+    starts = starts[np.append(True, starts[1:] != starts[:-1])]
     rows = np.full(len(starts), -1, np.int64)
     for times, innermost in per_lane:  # main first: an autograd thread's event replaces it
         index = np.searchsorted(times, starts, side="right") - 1
