@@ -229,7 +229,7 @@ def random_case(number: int) -> dict:
     if leaf < 0.2:
         zero["leaf_module"] = {"classes": [draw.choice(names)]}
     elif leaf < 0.3:
-        zero["leaf_module"] = draw.choice([{"names": ["blocks.0.mlp"]}, {"name_suffixes": [".attn"]}])
+        zero["leaf_module"] = draw.choice([{"names": ["blocks.0.mlp"]}, {"name_suffixes": [".mlp"]}])
     elif leaf < 0.4:
         leaves_after = draw.choice(names)
     elif leaf < 0.5 and "Lora" not in family and family != "Keywords":

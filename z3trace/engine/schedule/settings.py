@@ -208,7 +208,10 @@ class ZeroSettings:
     )
     offload_param: Offload = field(
         default=Offload(),
-        metadata=_knob(Effect.EXECUTION, "Shards live in host memory (cpu) or on disk (nvme)."),
+        metadata=_knob(
+            Effect.EXECUTION,
+            "Shards live in host memory (cpu) or on disk (nvme, which also holds back prefetching).",
+        ),
     )
     offload_optimizer: Offload = field(
         default=Offload(),
@@ -246,7 +249,10 @@ class ZeroSettings:
     )
     enable_sanity_checks: bool = field(
         default=False,
-        metadata=_knob(Effect.EXECUTION, "Checks the parameters' state at every gather and release."),
+        metadata=_knob(
+            Effect.EXECUTION,
+            "Checks states of parameters, and by small broadcasts that all ranks reduce the same.",
+        ),
     )
     zero_quantized_weights: bool = field(
         default=False,
