@@ -200,7 +200,7 @@ def test_nested_data_that_looks_like_events_is_no_event(loaded: Loaded) -> None:
         (b'{"traceEvents": null}', "traceEvents is not a list"),
         (b'{"traceEvents": {"a": 1}}', "traceEvents is not a list"),
         (b'{"schema": "z3trace.report/1", "steps": []}', "JSON without traceEvents"),
-        (b"[1, 2, 3]", "no events"),
+        (b"[1, 2, 3]", "JSON without traceEvents"),
         (b'[{"a": 1}]', "no events"),
         (b"[]", "no events"),
         (b"rank: 0\nworld: 2\n", "no list of events"),
