@@ -18,15 +18,25 @@ if TYPE_CHECKING:
     from z3trace.engine.config import ZeroConfig
     from z3trace.engine.engine import Engine, initialize
     from z3trace.engine.observe import Observer, add_observer, remove_observer
-    from z3trace.engine.whole import gathered
+    from z3trace.engine.whole import full_gradients, gathered
 
-__all__ = ["Engine", "Observer", "ZeroConfig", "add_observer", "gathered", "initialize", "remove_observer"]
+__all__ = [
+    "Engine",
+    "Observer",
+    "ZeroConfig",
+    "add_observer",
+    "full_gradients",
+    "gathered",
+    "initialize",
+    "remove_observer",
+]
 
 _HOMES = {
     "Engine": "engine",
     "Observer": "observe",
     "ZeroConfig": "config",
     "add_observer": "observe",
+    "full_gradients": "whole",
     "gathered": "whole",
     "initialize": "engine",
     "remove_observer": "observe",

@@ -64,7 +64,7 @@ class Engine:
             partitions, SlotPool(dtype, device), self._reducer, comm, self.counter, self._progress
         )
         self._runtime = Runtime(
-            schedule, executor, partitions.values(), self._progress, config.gradient_accumulation_steps,
+            schedule, executor, layout.needs, self._progress, config.gradient_accumulation_steps,
             self._tell_step_started,
         )  # fmt: skip
         hooks.hook_modules(model, dict.fromkeys(["", *layout.needs]), self._runtime)
@@ -157,6 +157,11 @@ class Engine:
     def get_global_grad_norm(self) -> Tensor | None:
         """The norm of all gradients at the last step before clipping; None when clipping is off."""
         return self._norm
+
+    def shard_gradient(self, partition: ShardedPartition) -> Tensor | None:
+        """This rank's shard of the gradient accumulated so far; None when there is none."""
+        self._reducer.finish()
+        return self._reducer.gradient(partition)
 
     def describe(self) -> dict[str, Any]:
         """The engine in JSON's types: world, dtype, settings, modules, units, parameters."""

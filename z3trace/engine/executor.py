@@ -1,6 +1,6 @@
 """Carries out what a schedule decides: labelled, counted, and in the order given."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from z3trace.engine.collectives import Communicator, all_gather
 from z3trace.engine.counter import CollectiveCounter, Progress
@@ -16,7 +16,9 @@ from z3trace.engine.schedule.interface import (
     Release,
     Wait,
 )
-from z3trace.engine.storage import ShardedPartition, SlotPool, State
+from z3trace.engine.storage import ShardedPartition, Slot, SlotPool, State
+
+Place = tuple[ShardedPartition, Slot]
 
 
 class Executor:
@@ -37,8 +39,6 @@ class Executor:
         self._comm = comm
         self._counter = counter
         self._progress = progress
-        self.pin = False
-        """Whether a graph is being built that will read what is gathered now."""
 
     def run(self, actions: Actions) -> None:
         for action in actions:
@@ -58,7 +58,6 @@ class Executor:
     def _gather(self, action: Gather) -> None:
         partition = self._partitions[action.partitions[0]]
         output = partition.begin_gather(self._slots.take(partition))
-        partition.pinned |= self.pin
         size = output.numel() * output.element_size()
         unit, reason = partition.plan.unit, action.reason.value
         with labelled(
@@ -79,21 +78,18 @@ class Executor:
     def _wait(self, action: Wait) -> None:
         for name in action.partitions:
             partition = self._partitions[name]
-            if partition.handle is not None:
+            if partition.state is State.GATHERING:
                 with labelled(
                     "wait", unit=partition.plan.unit, module=action.module, phase=self._progress.phase.value
                 ):
-                    partition.handle.wait()
-                partition.end_gather()
+                    partition.end_gather()
 
     def _release(self, action: Release) -> None:
         for name in action.partitions:
             partition = self._partitions[name]
             if partition.state is State.SHARDED:
                 continue
-            if partition.handle is not None:  # fetched ahead in vain: the buffer is being written to
-                partition.handle.wait()
-                partition.end_gather()
+            partition.end_gather()  # fetched ahead in vain, its buffer may still be written to
             with labelled(
                 "release", unit=partition.plan.unit, module=action.module, phase=self._progress.phase.value
             ):
@@ -118,11 +114,19 @@ class Executor:
             Collective.REDUCE_SCATTER.value, size, unit=partition.plan.unit, module=action.module
         )
 
+    def places(self, names: Iterable[str]) -> list[Place]:
+        """Where these partitions are now."""
+        return [(p, p.slot) for p in map(self._partitions.__getitem__, names) if p.slot is not None]
+
+    def settle(self, places: Iterable[Place]) -> None:
+        """Have the partitions be where they were."""
+        for partition, slot in places:
+            if partition.slot is not slot:
+                self._slots.settle(partition, slot)
+
     def drain(self) -> None:
         """After an error: wait for what is under way and give up everything that is gathered."""
         for partition in self._partitions.values():
-            if partition.handle is not None:
-                partition.handle.wait()
-                partition.end_gather()
             if partition.state is not State.SHARDED:
+                partition.end_gather()
                 partition.release()

@@ -62,27 +62,11 @@ def _before_forward(runtime: Runtime, path: str, module: nn.Module, args: Any) -
 
 def _after_forward(runtime: Runtime, path: str, module: nn.Module, args: Any, output: Any) -> None:
     differentiable = [t for t in tensors_in(output) if t.requires_grad]
-    call = _Call(runtime, path)
+    call = runtime.post_forward(path, differentiable=bool(differentiable))
+    arrived = partial(runtime.gradient_arrived, call)
     for tensor in differentiable:
-        tensor.register_hook(call)  # type: ignore[no-untyped-call]
+        tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
         # An in-place operation on a view gives it a new history, without the hook; its base keeps its own.
         base = tensor._base
         if base is not None and base.grad_fn is not None:
-            base.register_hook(call)  # type: ignore[no-untyped-call]
-    runtime.post_forward(path, differentiable=bool(differentiable))
-
-
-class _Call:
-    """One forward of a module: the first gradient of its outputs to arrive begins its backward."""
-
-    __slots__ = ("_backward", "_path", "_runtime")
-
-    def __init__(self, runtime: Runtime, path: str) -> None:
-        self._runtime = runtime
-        self._path = path
-        self._backward = -1
-
-    def __call__(self, gradient: Tensor) -> None:
-        if self._backward != self._runtime.backwards_begun:
-            self._backward = self._runtime.backwards_begun
-            self._runtime.pre_backward(self._path)
+            base.register_hook(arrived)  # type: ignore[no-untyped-call]

@@ -1,16 +1,30 @@
 """Tells the schedule what happens in the training, and has its answers carried out."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from z3trace.engine.counter import Progress
-from z3trace.engine.executor import Executor
+from z3trace.engine.executor import Executor, Place
 from z3trace.engine.ranges import OpenRanges, labelled
 from z3trace.engine.schedule.interface import Actions, MicroBatch, Phase, Schedule
-from z3trace.engine.storage import ShardedPartition, unpin
 
 ROOT = ""
+
+
+@dataclass(eq=False)
+class Call:
+    """One forward of a module, and the slots in which it found the parameters it read.
+
+    Autograd may have saved views of these slots: its backward needs the parameters in the same places.
+    """
+
+    module: str
+    places: list[Place]
+    backward: int = 0
+    """The last backward that reached it, counted from 1."""
 
 
 class Runtime:
@@ -20,23 +34,24 @@ class Runtime:
         self,
         schedule: Schedule,
         executor: Executor,
-        partitions: Iterable[ShardedPartition],
+        needs: Mapping[str, Iterable[str]],
         progress: Progress,
         accumulation_steps: int,
         on_step_started: Callable[[int], None],
     ) -> None:
         self._schedule = schedule
         self._executor = executor
-        self._partitions = tuple(partitions)
+        self._needs = {module: list(partitions) for module, partitions in needs.items()}
         self._progress = progress
         self._accumulation_steps = accumulation_steps
         self._on_step_started = on_step_started
         self._step_started = False
         self._forwards = OpenRanges("forward", Phase.FORWARD.value)
         self._backwards = OpenRanges("backward", Phase.BACKWARD.value)
-        self._graphs = 0
         self._running: list[str] = []
-        self.backwards_begun = 0
+        self._calls: dict[str, list[Call]] = {}  # those whose backward is still to come
+        self._reached = ROOT  # the module whose backward began last
+        self._backward_count = 0
 
     # Forward
 
@@ -53,20 +68,28 @@ class Runtime:
         with labelled("fetch", module=module, phase=Phase.FORWARD.value):
             self._executor.run(self._schedule.pre_forward(module))
 
-    def post_forward(self, module: str, *, differentiable: bool) -> None:
-        """The module's forward is over (perhaps by an exception); `differentiable`: an output needs a gradient."""
+    def post_forward(self, module: str, *, differentiable: bool) -> Call:
+        """The module's forward is over (perhaps by an exception); `differentiable`: an output needs a gradient.
+
+        `gradient_arrived` wants the result back.
+        """
         self._running.pop()
-        if self._progress.phase is Phase.BACKWARD:
-            self._executor.run(
-                self._schedule.post_forward(module, recompute=True, differentiable=differentiable)
-            )
-            return
-        self._executor.run(self._schedule.post_forward(module, differentiable=differentiable))
-        self._forwards.end(module)
-        if module == ROOT:
-            self._executor.run(self._schedule.forward_ends())
-            self._executor.pin = False
-            self._progress.phase = Phase.OTHER
+        call = Call(module, self._executor.places(self._needs.get(module, ())))
+        recompute = self._progress.phase is Phase.BACKWARD
+        calls = self._calls.setdefault(module, [])
+        if not recompute and differentiable:
+            calls.append(call)
+        elif recompute and calls and module != self._reached:
+            calls[-1].places = call.places  # autograd uses the views of the second forward
+        self._executor.run(
+            self._schedule.post_forward(module, recompute=recompute, differentiable=differentiable)
+        )
+        if not recompute:
+            self._forwards.end(module)
+            if module == ROOT:
+                self._executor.run(self._schedule.forward_ends())
+                self._progress.phase = Phase.OTHER
+        return call
 
     def _begin_forward(self) -> None:
         grad = torch.is_grad_enabled()
@@ -74,8 +97,6 @@ class Runtime:
             self._step_started = True
             self._on_step_started(self._progress.step)
         self._progress.phase = Phase.FORWARD
-        self._executor.pin = grad
-        self._graphs += grad
         index = self._progress.micro_batch
         micro_batch = MicroBatch(grad, index + 1 == self._accumulation_steps, index)
         self._executor.run(self._schedule.forward_begins(micro_batch))
@@ -84,7 +105,11 @@ class Runtime:
         """Somebody reads a sharded parameter: fetch it if a forward is running, else return False."""
         if not self._running:
             return False
-        self._executor.run(self._schedule.parameter_read(self._running[-1], partition))
+        reader = self._running[-1]
+        self._executor.run(self._schedule.parameter_read(reader, partition))
+        needed = self._needs.setdefault(reader, [])
+        if partition not in needed:
+            needed.append(partition)
         return True
 
     # Backward
@@ -92,7 +117,8 @@ class Runtime:
     def backward(self, run: Callable[[], None]) -> None:
         """Run autograd, and reduce what is left when it is done."""
         self._progress.phase = Phase.BACKWARD
-        self.backwards_begun += 1
+        self._backward_count += 1
+        self._reached = ROOT
         self._backwards.begin(ROOT)
         try:
             run()
@@ -101,19 +127,23 @@ class Runtime:
             self._backwards.end_all()
             self._progress.phase = Phase.OTHER
         self._progress.micro_batch += 1
-        self._graphs = max(self._graphs - 1, 0)
-        if self._graphs == 0:
-            unpin(self._partitions)
 
-    def pre_backward(self, module: str) -> None:
-        """The gradient of an output of this module has arrived."""
+    def gradient_arrived(self, call: Call, gradient: Tensor) -> None:
+        """The gradient of an output of this call is there: its backward begins with the first of them."""
+        if call.backward == self._backward_count:
+            return
         if self._progress.phase is not Phase.BACKWARD:
             raise RuntimeError("backward outside the engine: call engine.backward(loss), not loss.backward()")
+        call.backward = self._backward_count
+        module = self._reached = call.module
+        if call in self._calls.get(module, ()):
+            self._calls[module].remove(call)
         if module != ROOT:
             self._backwards.end_all_but_enclosing(module)
             self._backwards.begin(module)
         with labelled("fetch", module=module, phase=Phase.BACKWARD.value):
             self._executor.run(self._schedule.pre_backward(module))
+            self._executor.settle(call.places)
 
     # Step
 
@@ -132,8 +162,7 @@ class Runtime:
                 self.run(self._schedule.step_ends())
         finally:
             self._progress.phase = Phase.OTHER
-        self._graphs = 0
-        unpin(self._partitions)
+        self._calls.clear()
         self._progress.step += 1
         self._progress.micro_batch = 0
         self._step_started = False

@@ -4,11 +4,12 @@ A partition's shard is 1/world of its parameters laid end to end and padded. A g
 from the shards, and the parameters are views of that buffer: nothing is copied in or out.
 
 Buffers ("slots") are shared by partitions of the same size that are never whole at the same time. Autograd
-keeps views of weights between forward and backward (a linear layer saves its transposed weight), so a
-partition must return to the same slot for as long as a graph may hold such a view: it is *pinned*.
+keeps views of weights between forward and backward (a linear layer saves its transposed weight), so before
+the backward of a module its partitions must be in the slots in which its forward found them. They nearly
+always are, for a partition takes the slot that it had before if nobody holds it; else it is moved.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
@@ -71,7 +72,6 @@ class ShardedPartition:
     world: int
     state: State = State.SHARDED
     slot: Slot | None = None
-    pinned: bool = False
     handle: Handle | None = field(default=None, repr=False)
 
     @property
@@ -93,17 +93,15 @@ class ShardedPartition:
                 f"{self.plan.name or 'the root unit'} is {self.state.value}: it cannot be gathered"
             )
         if slot is not self.slot:
-            self.slot = slot
-            for member in self.members:
-                reveal(member.parameter, member.kind)
-                member.parameter.data = member.view(slot.buffer)
-                hide(member.parameter)
+            self._bind(slot)
         slot.holder = self
         self.state = State.GATHERING
         return slot.buffer
 
     def end_gather(self) -> None:
-        """The buffer is filled: the parameters can be read."""
+        """Wait for the gather: from here on the parameters can be read."""
+        if self.handle is not None:
+            self.handle.wait()
         self.state = State.GATHERED
         self.handle = None
         for member in self.members:
@@ -117,10 +115,29 @@ class ShardedPartition:
         for member in self.members:
             hide(member.parameter)
 
+    def move(self, slot: Slot) -> None:
+        """Go on living in another slot."""
+        old = self.slot
+        if old is not None and self.state is not State.SHARDED:
+            if self.handle is not None:
+                self.handle.wait()
+                self.handle = None
+            slot.buffer.copy_(old.buffer)
+            old.holder, slot.holder = None, self
+        self._bind(slot)
+
     def publish(self) -> None:
         """After the optimizer changed `master`: bring `shard` up to date."""
         if self.master is not self.shard:
             self.shard.copy_(self.master)
+
+    def _bind(self, slot: Slot) -> None:
+        self.slot = slot
+        for member in self.members:
+            reveal(member.parameter, member.kind)
+            member.parameter.data = member.view(slot.buffer)
+            if self.state is not State.GATHERED:
+                hide(member.parameter)
 
 
 class SlotPool:
@@ -134,18 +151,20 @@ class SlotPool:
     def take(self, partition: ShardedPartition) -> Slot:
         """A slot that nobody holds: the partition's own if possible, for then its views need no change."""
         own = partition.slot
-        if own is not None and own.holder is None:
-            return own
-        if own is not None and partition.pinned and own.holder is not None:
-            raise RuntimeError(
-                f"{partition.plan.name or 'the root unit'} and {own.holder.plan.name or 'the root unit'} shared "
-                "memory in a forward whose backward is still to come, and are now used at once: run backward "
-                "before the modules run in another order"
-            )
-        slots = self._slots.setdefault(partition.padded_numel, [])
+        return own if own is not None and own.holder is None else self._free(partition.padded_numel)
+
+    def settle(self, partition: ShardedPartition, slot: Slot) -> None:
+        """Have the partition, gathered or not, live in this slot; who holds it moves out."""
+        if slot.holder is not None and slot.holder is not partition:
+            slot.holder.move(self._free(partition.padded_numel))
+        if partition.slot is not slot:
+            partition.move(slot)
+
+    def _free(self, numel: int) -> Slot:
+        slots = self._slots.setdefault(numel, [])
         slot = next((slot for slot in slots if slot.holder is None), None)
         if slot is None:
-            slot = Slot(torch.zeros(partition.padded_numel, dtype=self._dtype, device=self._device))
+            slot = Slot(torch.zeros(numel, dtype=self._dtype, device=self._device))
             slots.append(slot)
         return slot
 
@@ -201,9 +220,3 @@ def take_over(partition: ShardedPartition) -> None:
         member.parameter.grad = None
         member.parameter.data = placeholder.expand(member.shape)
         hide(member.parameter)
-
-
-def unpin(partitions: Iterable[ShardedPartition]) -> None:
-    """No graph is alive any more: partitions may move to other slots."""
-    for partition in partitions:
-        partition.pinned = False

@@ -1,4 +1,4 @@
-"""Reading, and changing, whole parameters outside a forward."""
+"""Whole parameters and gradients outside a forward: reading them, and changing parameters."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,18 +51,38 @@ def gathered(source: "Engine | nn.Module", modifier_rank: int | None = None) -> 
                     hide(member.parameter)
 
 
+def full_gradients(engine: "Engine") -> dict[str, Tensor]:
+    """The gradients that the next optimizer step will use, before clipping, by parameter name; collective.
+
+    Averaged over the ranks, summed over the micro-batches so far; a parameter without one is left out.
+    Takes as much memory as all gradients.
+    """
+    gradients: dict[str, Tensor] = {}
+    for partition in engine.partitions.values():
+        shard = engine.shard_gradient(partition)
+        if shard is not None:
+            whole = _gather(shard, partition, engine)
+            gradients |= {member.name: member.view(whole) for member in partition.members}
+    return gradients
+
+
 def _reveal(partition: ShardedPartition, engine: "Engine") -> list[Tensor]:
     """Point the parameters at a buffer of their own and return what they pointed at."""
-    buffer = torch.empty(partition.padded_numel, dtype=partition.shard.dtype, device=partition.shard.device)
-    handle = all_gather(buffer, partition.shard, engine.comm)
-    size = buffer.numel() * buffer.element_size()
-    engine.counter.add(
-        Collective.ALL_GATHER.value, size, unit=partition.plan.unit, module="", reason=Reason.DEMAND.value
-    )
-    handle.wait()
+    buffer = _gather(partition.shard, partition, engine)
     before = []
     for member in partition.members:
         reveal(member.parameter, member.kind)
         before.append(member.parameter.data)
         member.parameter.data = member.view(buffer)
     return before
+
+
+def _gather(shard: Tensor, partition: ShardedPartition, engine: "Engine") -> Tensor:
+    whole = torch.empty(partition.padded_numel, dtype=shard.dtype, device=shard.device)
+    size = whole.numel() * whole.element_size()
+    engine.comm.next_sequence()
+    engine.counter.add(
+        Collective.ALL_GATHER.value, size, unit=partition.plan.unit, module="", reason=Reason.DEMAND.value
+    )
+    all_gather(whole, shard, engine.comm).wait()
+    return whole

@@ -1,0 +1,29 @@
+"""Models with something unusual train like whole replicas do."""
+
+import pytest
+from models import MODELS
+from training import Training, compare
+from worlds import run_world
+
+
+def train_all(names: list[str], unit: str) -> dict[str, dict[str, float]]:
+    found = {}
+    for name in names:
+        training = Training(name, steps=4, accumulation=2, optimizer="SGD")
+        reference = training.by_replicas()
+        run, _ = training.by_engine(unit=unit)
+        found[name] = compare(run, reference)
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("unit", ["block", "module"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_unusual_models_equal_replicas(world: int, unit: str) -> None:
+    names = list(MODELS)
+    for differences in run_world(train_all, world, names, unit):
+        assert list(differences) == names
+        for name, difference in differences.items():
+            assert difference["loss"] <= 1e-5, name
+            assert difference["gradient"] <= 1e-5, name
+            assert difference["parameter"] <= 1e-4, name
