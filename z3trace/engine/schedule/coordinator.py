@@ -80,8 +80,8 @@ class Coordinator:
             names = self._structure.ordered({*self._parameters(module), *self._recomputed.pop(module, ())})
             for name in names:
                 self.residency.leave(name, module)
-            free = tuple(name for name in names if name not in self._persistent | self._kept_whole)
-            actions += self.residency.free(free, module)
+            free = set(names) - self._persistent - self._kept_whole
+            actions += self.residency.free(self._structure.ordered(free), module)
         return actions
 
     def _parameters(self, module: str) -> tuple[str, ...]:
@@ -155,6 +155,8 @@ class Coordinator:
             passed = 0
             for later in recorder.modules[recorder.step :]:
                 if passed >= self._settings.stage3_max_reuse_distance:
+                    break
+                if not names:
                     break
                 met = self._iterate(later, recurse)
                 names.difference_update(met)

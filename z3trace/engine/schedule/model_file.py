@@ -84,9 +84,13 @@ def parse_description(data: Mapping[str, Any], where: str = "model.json") -> Des
             if listed != owner:
                 leaves[listed] = None  # nothing below it is listed, so nothing below it is hooked
             owned[listed].append(name)
+    children: dict[str, list[str]] = {name: [] for name in names}
+    for name in names:
+        if name:
+            children[_nearest_listed(name.rpartition(".")[0], known)].append(name)
     model = Model(
         tuple(
-            Module(name, str(classes.get(name, "")), tuple(owned[name]), _children(name, names))
+            Module(name, str(classes.get(name, "")), tuple(owned[name]), tuple(children[name]))
             for name in names
         ),
         tuple(partitions),
@@ -137,13 +141,6 @@ def _facts(calls: Mapping[str, Any], where: str) -> CallFacts:
     )
 
 
-def _children(path: str, names: Sequence[str]) -> tuple[str, ...]:
-    prefix = f"{path}." if path else ""
-    return tuple(
-        name for name in names if name and name.startswith(prefix) and "." not in name[len(prefix) :]
-    )
-
-
 def _nearest_listed(path: str, known: frozenset[str]) -> str:
     while path not in known:
         path = path.rpartition(".")[0]
@@ -152,7 +149,7 @@ def _nearest_listed(path: str, known: frozenset[str]) -> str:
 
 def _numel(name: str, entry: Mapping[str, Any], where: str) -> int:
     if "numel" in entry:
-        return int(entry["numel"])
+        return _positive(entry["numel"], f"{where}: numel of parameter {name}")
     if "shape" in entry:
         return math.prod(entry["shape"])
     raise UserError(f"{where}: parameter {name} has neither numel nor shape: give one")

@@ -1,0 +1,124 @@
+"""The events of a micro-batch, derived from a description: what is called, and what backward visits."""
+
+from z3trace.engine.schedule.calls import EventKind, backward_events, call_tree, forward_events
+from z3trace.engine.schedule.model_file import Description, parse_description
+
+SIGNS = {
+    EventKind.PRE_FORWARD: ">",
+    EventKind.POST_FORWARD: "<",
+    EventKind.PRE_BACKWARD: "B",
+    EventKind.POST_BACKWARD: "E",
+    EventKind.GRADIENT_READY: "g",
+    EventKind.PARAMETER_READ: "r",
+    EventKind.PARAMETER_RETURNED: "o",
+}
+
+
+def describe(modules: list[str], parameters: dict[str, dict] | list[str], **more) -> Description:
+    named = parameters if isinstance(parameters, dict) else {name: {} for name in parameters}
+    sized = {name: {"numel": 1, **entry} for name, entry in named.items()}
+    return parse_description({"modules": modules, "parameters": sized, **more})
+
+
+def forward(description: Description) -> str:
+    return written(forward_events(call_tree(description.model, description.facts)))
+
+
+def backward(description: Description) -> str:
+    call = call_tree(description.model, description.facts)
+    return written(backward_events(description.model, call, description.facts))
+
+
+def written(events) -> str:
+    return " ".join(
+        SIGNS[event.kind] + (event.partition or event.module or "/") + "!" * event.recompute
+        for event in events
+    )
+
+
+MODEL = ["", "embed", "layers", "layers.0", "layers.0.fc", "layers.1", "layers.1.fc", "head"]
+WEIGHTS = ["embed.w", "layers.0.fc.w", "layers.1.fc.w", "head.w"]
+
+
+def test_backward_is_forward_reversed():
+    description = describe(MODEL, WEIGHTS)
+    assert forward(description) == (
+        ">/ >embed <embed >layers.0 >layers.0.fc <layers.0.fc <layers.0 "
+        ">layers.1 >layers.1.fc <layers.1.fc <layers.1 >head <head </"
+    )
+    # No input of the root or of the embedding requires a gradient: their backward is never left.
+    assert backward(description) == (
+        "B/ Bhead ghead.w Ehead Blayers.1 Blayers.1.fc glayers.1.fc.w Elayers.1.fc Elayers.1 "
+        "Blayers.0 Blayers.0.fc glayers.0.fc.w Elayers.0.fc Elayers.0 Bembed gembed.w"
+    )
+
+
+def test_lists_of_blocks_are_not_called_but_sequentials_are():
+    names = ["", "net", "net.0", "net.1", "net.2"]
+    assert ">net " in forward(describe(names, ["net.0.w", "net.2.w"]))
+    listed = describe(names, ["net.0.w"], classes={"net": "torch.nn.modules.container.ModuleList"})
+    assert ">net " not in forward(listed)
+    sequential = {"layers": "torch.nn.modules.container.Sequential"}
+    assert ">layers " in forward(describe(MODEL, WEIGHTS, classes=sequential))
+
+
+def test_frozen_modules_before_the_first_trained_one_have_no_backward():
+    frozen = {name: {"trainable": name == "layers.1.fc.w"} for name in WEIGHTS}
+    assert backward(describe(MODEL, frozen)) == "B/ Bhead Ehead Blayers.1 Blayers.1.fc glayers.1.fc.w"
+
+
+def test_rotary_embeddings_have_no_backward():
+    assert backward(describe(["", "fc", "rotary_emb", "out"], ["fc.w", "out.w"])) == (
+        "B/ Bout gout.w Eout Bfc gfc.w"
+    )
+
+
+def test_a_second_embedding_takes_no_gradient_back():
+    description = describe(["", "wte", "wpe", "fc"], ["wte.w", "wpe.w", "fc.w"])
+    assert backward(description) == "B/ Bfc gfc.w Efc Bwpe gwpe.w Bwte gwte.w"
+
+
+def test_a_tied_gradient_is_ready_after_its_first_use():
+    tied = {"embed.w": {"owners": ["embed", "head"]}, "fc.w": {}}
+    assert (
+        backward(describe(["", "embed", "fc", "head"], tied))
+        == "B/ Bhead Ehead Bfc gfc.w Efc Bembed gembed.w"
+    )
+
+
+def test_calls_may_be_given_in_their_order():
+    description = describe(["", "a", "b"], ["a.w", "b.w"], calls={"order": ["", "b", "a", "b"]})
+    assert forward(description) == ">/ >b <b >a <a >b <b </"
+    assert backward(description) == "B/ Bb Eb Ba ga.w Ea Bb gb.w"
+
+
+def test_checkpointing_recomputes_up_to_the_last_call():
+    blocks = ["", "embed", "block", "block.ln", "block.fc1", "block.fc2", "head"]
+    weights = ["embed.w", "block.ln.w", "block.fc1.w", "block.fc2.w", "head.w"]
+    description = describe(blocks, weights, calls={"checkpointed": ["block"]})
+    assert backward(description) == (
+        "B/ Bhead ghead.w Ehead Bblock Bblock.fc2 "
+        ">block! >block.ln! <block.ln! >block.fc1! <block.fc1! >block.fc2! "
+        "gblock.fc2.w Eblock.fc2 Bblock.fc1 gblock.fc1.w Eblock.fc1 Bblock.ln gblock.ln.w Eblock.ln Eblock "
+        "Bembed gembed.w"
+    )
+
+
+def test_reentrant_checkpointing_recomputes_everything_first():
+    calls = {"checkpointed": ["block"], "reentrant": True}
+    description = describe(["", "embed", "block", "block.fc"], ["embed.w", "block.fc.w"], calls=calls)
+    assert backward(description) == (
+        "B/ >block! >block.fc! <block.fc! <block! Bblock Bblock.fc gblock.fc.w Eblock.fc Eblock Bembed gembed.w"
+    )
+
+
+def test_what_is_known_of_calls_overrides_the_inference():
+    calls = {
+        "grad_inputs": {"b": 0},
+        "grad_outputs": {"b": 2},
+        "reads": {"": ["b.w"]},
+        "returns": {"a": ["a.bias"]},
+    }
+    description = describe(["", "a", "b"], ["a.w", "a.bias", "b.w"], calls=calls)
+    assert forward(description) == ">/ rb.w >a oa.bias <a >b <b </"
+    assert backward(description) == "B/ Bb Bb gb.w Ba ga.bias Ba ga.w"
