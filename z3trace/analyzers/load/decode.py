@@ -23,13 +23,13 @@ def _args_struct() -> type[msgspec.Struct]:
 
     for column, keys in fields.INTS.items():
         for number, key in enumerate(keys):
-            member(f"{column}_{number}", key, object, NULL)
+            member(f"{column}_{number}", key, Any, NULL)
     for group in (*fields.FOLLOWERS.values(), fields.COLLECTIVE_INTS, fields.SYNC_INTS, fields.OTHER_INTS):
         for column, key in group.items():
-            member(column, key, object, NULL)
+            member(column, key, Any, NULL)
     for group in (fields.CODED, fields.COLLECTIVE_CODED, fields.LABEL_KEYS):
         for column, key in group.items():
-            member(column, key, object, None)
+            member(column, key, Any, None)
     for column, key in fields.RAW.items():
         member(column, key, Raw, NO_TEXT)
     return msgspec.defstruct("Args", members, gc=False)
@@ -44,17 +44,17 @@ def _event_struct(time_type: Any, time_default: Any) -> type[msgspec.Struct]:
     return msgspec.defstruct(
         "Event",
         [
-            *((name, object, None) for name in fields.TOP),
+            *((name, Any, None) for name in fields.TOP),
             ("ts", time_type, time_default),
             ("dur", time_type, time_default),
-            ("id", object, NULL),
+            ("id", Any, NULL),
             ("args", args_type, None),
         ],
         gc=False,
     )
 
 
-NumberEvent = _event_struct(object, ABSENT)
+NumberEvent = _event_struct(Any, ABSENT)
 TextEvent = _event_struct(Raw, NO_TEXT)
 EVENT_TYPES = (NumberEvent, TextEvent)
 
