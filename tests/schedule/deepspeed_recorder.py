@@ -211,7 +211,7 @@ def random_case(number: int) -> dict:
     if draw.random() < 0.15:
         zero["stage3_use_all_reduce_for_fetch_params"] = True
     if draw.random() < 0.2:
-        zero["zero_hpz_partition_size"] = 2
+        zero["zero_hpz_partition_size"] = torch.distributed.get_world_size()
     if draw.random() < 0.2:
         zero["reduce_scatter"] = False
         zero["contiguous_gradients"] = draw.choice([True, False])
@@ -300,7 +300,9 @@ def describe(module, case) -> dict:
         },
         "zero_optimization": case["zero"],
         "world_size": torch.distributed.get_world_size(),
-        "groups": {name: 2 for name in GROUPS.values() if name != "secondary"},
+        "groups": {
+            name: torch.distributed.get_world_size() for name in GROUPS.values() if name != "secondary"
+        },
         "gradient_accumulation_steps": case["micro_batches"],
     }
 
