@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,13 +23,37 @@ def environment() -> dict[str, str]:
 def z3trace(tmp_path: Path, environment: dict[str, str]) -> Command:
     """Run the command in the test's own folder; stdout and stderr are kept as text."""
 
-    def run(*arguments: str, cwd: Path = tmp_path, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    def run(*arguments: str, cwd: Path = tmp_path, timeout: float = 100) -> subprocess.CompletedProcess[str]:
         command = [Path(sys.executable).with_name("z3trace"), *arguments]
         return subprocess.run(
             command, cwd=cwd, env=environment, timeout=timeout, capture_output=True, text=True, check=False
         )
 
     return run
+
+
+@pytest.fixture
+def start(tmp_path: Path, environment: dict[str, str]) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
+    """Start the command without waiting for it; whatever the test does, no process of it is left behind."""
+    jobs = []
+
+    def begin(*arguments: str) -> "subprocess.Popen[str]":
+        job = subprocess.Popen(
+            [Path(sys.executable).with_name("z3trace"), *arguments],
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        jobs.append(job)
+        return job
+
+    yield begin
+    for job in jobs:
+        if job.poll() is None:
+            job.terminate()  # the launcher takes its ranks with it
+        job.communicate(timeout=60)
 
 
 @pytest.fixture

@@ -176,29 +176,25 @@ def test_ranks_that_hang_after_pythons_own_exit_are_ended(z3trace: Command, scri
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("ranks", [(), ("--nproc-per-node", "2")])
 def test_signals_stop_every_rank(
+    start: Callable[..., "subprocess.Popen[str]"],
     script: Script,
-    tmp_path: Path,
-    environment: dict[str, str],
     ranks: tuple[str, ...],
     number: signal.Signals,
     code: int,
 ) -> None:
-    name = script(
+    name = script(  # os.write, because two ranks share the pipe and print may write in pieces
         "import os, time\n"
         "try:\n"
-        "    print(os.getpid(), flush=True)\n"
+        "    os.write(1, f'{os.getpid()}\\n'.encode())\n"
         "    time.sleep(60)\n"
-        "finally: print('cleaned up', flush=True)\n"
+        "finally: os.write(1, b'cleaned up\\n')\n"
     )
-    command = [sys.executable, "-m", "z3trace", "record", *ranks, name]
-    with subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as job:
-        assert job.stdout is not None
-        count = 2 if ranks else 1
-        pids = [int(job.stdout.readline()) for _ in range(count)]
-        job.send_signal(number)
-        out, err = job.communicate(timeout=40)
+    job = start("record", *ranks, name)
+    assert job.stdout is not None
+    count = 2 if ranks else 1
+    pids = [int(job.stdout.readline()) for _ in range(count)]
+    job.send_signal(number)
+    out, err = job.communicate(timeout=40)
     assert job.returncode == code, err
     assert out == "cleaned up\n" * count
     assert "Traceback" not in err
@@ -209,7 +205,7 @@ def test_signals_stop_every_rank(
 def test_ranks_of_torchrun_record_themselves(
     script: Script, tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    name = script("import os, sys\nprint('rank', os.environ['RANK'], sys.argv[1:])\nsys.exit(0)")
+    name = script("import os, sys\nsys.stdout.write(f\"rank {os.environ['RANK']} {sys.argv[1:]}\\n\")")
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
         "-m", "z3trace", "record", name, "--flag", "--",

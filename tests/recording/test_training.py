@@ -155,21 +155,22 @@ def test_a_killed_rank_is_named_and_the_others_stay_readable(
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_stopped_in_the_window_the_recorded_steps_are_kept(
-    script: Script, tmp_path: Path, environment: dict[str, str], number: signal.Signals, code: int
+    start: Callable[..., "subprocess.Popen[str]"],
+    script: Script,
+    tmp_path: Path,
+    number: signal.Signals,
+    code: int,
 ) -> None:
-    name = script(training("if step == 3: dist.barrier(); print('both here', flush=True); time.sleep(60)"))
-    command = [
-        sys.executable, "-m", "z3trace", "record", "--nproc-per-node", "2", *WINDOW, "-o", "run", name, "9",
-    ]  # fmt: skip
-    with subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as job:
-        assert job.stdout is not None
-        here = 0
-        while here < 2:
-            here += job.stdout.readline() == "both here\n"
-        job.send_signal(number)
-        _, err = job.communicate(timeout=40)
+    name = script(training("if step == 3: dist.barrier(); os.write(1, b'both here\\n'); time.sleep(60)"))
+    job = start("record", "--nproc-per-node", "2", *WINDOW, "-o", "run", name, "9")
+    assert job.stdout is not None
+    here = 0
+    while here < 2:
+        line = job.stdout.readline()
+        assert line, job.communicate()
+        here += line == "both here\n"
+    job.send_signal(number)
+    _, err = job.communicate(timeout=40)
     assert job.returncode == code, err
     assert read_run(tmp_path / "run")["profiled_steps"] == [3]
     for rank in (0, 1):

@@ -5,6 +5,7 @@ import platform
 import sys
 from collections.abc import Mapping
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from z3trace import __version__
@@ -47,7 +48,16 @@ def device(kind: str) -> dict[str, Any]:
     if kind == "cuda" and torch.cuda.is_available():
         shown = "rocm" if torch.version.hip else "cuda"
         return {"kind": shown, "name": torch.cuda.get_device_name(), "count": torch.cuda.device_count()}
-    return {"kind": kind, "name": platform.processor() or platform.machine(), "count": os.cpu_count()}
+    return {"kind": kind, "name": _processor(), "count": os.cpu_count()}
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
