@@ -140,6 +140,9 @@ def test_paths_that_name_no_trace(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=words) as error:
             open_run(paths)
         assert "\n" not in str(error.value)
+    write(tmp_path / "iteration_10" / "rank0_trace.json")
+    with pytest.raises(UserError, match="there are files in iteration_10"):
+        open_run([tmp_path])
     (tmp_path / "a.json").write_bytes(b"")
     (tmp_path / "b.json").write_bytes(b"{")
     with pytest.raises(UserError, match=r"no readable trace among 2 files: .*a\.json: empty"):

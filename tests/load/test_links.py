@@ -196,12 +196,14 @@ def test_forward_and_backward_agree_with_the_profilers_own_flows(shared_traces: 
     assert agreeing == len(ends)
 
 
-@pytest.mark.parametrize("same_pids", [False, True], ids=["pids of their own", "host pids only"])
-def test_merged_ranks_keep_their_correlation_ids_apart(loaded: Loaded, same_pids: bool) -> None:
-    """Both ranks count from 1; the second runs a little later, with kernels on a device of its own."""
+@pytest.mark.parametrize(
+    "devices", [(0, 1), ("GPU of 0", "GPU of 1"), (0, 0)], ids=["numbers", "names", "the same"]
+)
+def test_merged_ranks_keep_their_correlation_ids_apart(loaded: Loaded, devices: tuple[Any, Any]) -> None:
+    """Both ranks count from 1; the second runs a little later, on a device of its own or one of the same number."""
     events = []
     for rank in (0, 1):
-        host, device = 100 + rank, (rank if not same_pids else f"GPU of {rank}")
+        host, device = 100 + rank, devices[rank]
         for number in range(1, 20):
             at = number * 100 + rank * 37
             events.append(

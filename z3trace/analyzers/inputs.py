@@ -135,7 +135,11 @@ def _in_folder(folder: Path) -> list[str]:
         if name.lower().endswith(SUFFIXES) and name not in (RUN_FILE, MODEL_FILE)
     ]
     if not traces:
-        raise UserError(f"{folder}: no traces in this directory (*.json, *.json.gz or *.zip)")
+        below = sorted(
+            {path.parent.name for path in folder.glob("*/*") if path.name.lower().endswith(SUFFIXES)}
+        )
+        hint = f", but there are files in {', '.join(below[:3])}" if below else ""
+        raise UserError(f"{folder}: no traces in this directory (*.json, *.json.gz or *.zip){hint}")
     return traces
 
 

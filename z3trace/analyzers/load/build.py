@@ -26,7 +26,7 @@ def load_trace(path: str | Path, max_bytes: int | None, block_bytes: int) -> Tra
     gc.disable()  # a million small objects live for one block: the collector would walk them in vain
     try:
         with open_source(name, notes, max_bytes) as source:
-            metadata = Reader(source, name, builder, notes, block_bytes).run()
+            metadata = Reader(source, source.name, builder, notes, block_bytes).run()
         return _build(name, metadata, builder)
     finally:
         if collecting:

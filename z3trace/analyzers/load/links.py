@@ -1,7 +1,5 @@
 """Links between events: launch -> device work, backward -> forward, and the process an event belongs to."""
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
@@ -17,9 +15,10 @@ def process_scopes(
 ) -> Int32:
     """The host process that each event belongs to, as a code of `pid`.
 
-    Events of a host process belong to it. A device's process id is mapped to the host process whose calls
-    launched its work: the one with the most correlation ids in common and, where files of several ranks
-    were merged and ids collide, with the shortest median delay from call to work.
+    Events of a host process belong to it. In a file of several ranks ids collide: the work of a device belongs to
+    the host process whose calls explain most of it, with the shortest median delay from call to work. Where ids
+    collide even on one device, because the ranks' devices have the same number, each activity goes to the call
+    that came last before it.
     """
     scope: Int32 = pid.copy()
     hosts = np.unique(pid[calls])
@@ -30,19 +29,29 @@ def process_scopes(
         return scope
     for device in np.unique(pid[on_device]).tolist():
         rows = work[pid[work] == device]
-        best, best_score = int(hosts[0]), (-1, 0.0)
-        for host in hosts.tolist():
-            own = calls[pid[calls] == host]
-            launch = match_keys(correlation[rows], correlation[own], own)
-            matched = launch >= 0
-            delays = start[rows[matched]] - start[launch[matched]]
-            delays = delays[delays >= 0]
-            if len(delays):
-                score = (len(delays) * 20 // max(len(rows), 1), -float(np.median(delays)))
-                if score > best_score:
-                    best, best_score = host, score
-        scope[on_device & (pid == device)] = best
+        delays = np.stack([_delays(rows, calls[pid[calls] == host], correlation, start) for host in hosts])
+        explained = (delays < _NEVER).sum(axis=1)
+        medians = [
+            np.median(of[of < _NEVER]) if count else _NEVER
+            for of, count in zip(delays, explained, strict=True)
+        ]
+        best = max(range(len(hosts)), key=lambda i: (explained[i] * 20 // max(len(rows), 1), -medians[i]))
+        scope[on_device & (pid == device)] = hosts[best]
+        if len(np.unique(correlation[rows])) < len(rows):
+            nearest = delays.argmin(axis=0)
+            linked = delays.min(axis=0, initial=_NEVER) < _NEVER
+            scope[rows[linked]] = hosts[nearest[linked]]
     return scope
+
+
+_NEVER = 2**62
+
+
+def _delays(work: Rows, calls: Rows, correlation: Int64, start: Int64) -> Int64:
+    """From the call with the same correlation id to each activity, ns; _NEVER without one or if it came later."""
+    launch = match_keys(correlation[work], correlation[calls], calls)
+    delay = start[work] - start[launch]
+    return np.where((launch >= 0) & (delay >= 0), delay, _NEVER)
 
 
 def match_keys(wanted: Int64, keys: Int64, rows: Rows) -> Int64:
@@ -99,18 +108,6 @@ def forward_ops(
     keys, wanted = _scoped(scope, sequence, latest_first, backward_rows)
     result[backward_rows] = match_keys(wanted, keys, latest_first)
     return result
-
-
-def flow_ends(flow_id: Int64, scope: Int32, starts: Rows, ends: Rows) -> tuple[Rows, Rows]:
-    """Pairs (row of the flow's start, row of its end) with the same id in the same process."""
-    starts, ends = starts[flow_id[starts] != NULL], ends[flow_id[ends] != NULL]
-    if not len(starts) or not len(ends):
-        empty: Any = np.empty(0, np.intp)
-        return empty, empty
-    keys, wanted = _scoped(scope, flow_id, starts, ends)
-    source = match_keys(wanted, keys, starts)
-    found = source >= 0
-    return source[found].astype(np.intp), ends[found]
 
 
 def by_key(scope: Int32, key: Int64, owners: Rows, users: Rows, size: int) -> Int32:

@@ -24,7 +24,7 @@ class Source:
 
     def __init__(self, stream: IO[bytes], name: str, notes: Notes, max_bytes: int | None) -> None:
         self._stream = stream
-        self._name = name
+        self.name = name
         self._notes = notes
         self._max_bytes = max_bytes
         self.total = 0
@@ -35,16 +35,14 @@ class Source:
             data = self._stream.read(size)
         except (EOFError, zipfile.BadZipFile, OSError, _IsalError) as error:
             if isinstance(error, OSError) and not isinstance(error, _igzip.BadGzipFile):
-                raise TraceError(f"{self._name}: {error.strerror or error}") from None
+                raise TraceError(f"{self.name}: {error.strerror or error}") from None
             self._notes.add(
                 "compression", "the compressed file is cut off or damaged: what came before is kept"
             )
             return b""
         self.total += len(data)
         if self._max_bytes is not None and self.total > self._max_bytes:
-            raise TraceError(
-                f"{self._name}: larger than the limit of {self._max_bytes:,} bytes when unpacked"
-            )
+            raise TraceError(f"{self.name}: larger than the limit of {self._max_bytes:,} bytes when unpacked")
         return data
 
 
@@ -62,7 +60,7 @@ def open_source(path: str, notes: Notes, max_bytes: int | None) -> Iterator[Sour
                 stream = stack.enter_context(_only_member(path, raw, stack))
         except OSError as error:
             raise TraceError(f"{path}: {_reason(path, error)}") from None
-        yield Source(stream, path, notes, max_bytes)
+        yield Source(stream, "stdin" if path == STDIN else path, notes, max_bytes)
 
 
 def _open_raw(path: str, stack: ExitStack) -> io.BufferedReader:
