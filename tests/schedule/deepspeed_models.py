@@ -104,10 +104,12 @@ class Adapter(nn.Module):
 
 
 class ReadingAdapter(Adapter):
-    """Reads a weight of its child before calling it, which makes it an external parameter."""
+    """Reads a weight of its child for its dtype, as peft does, which makes it an external parameter."""
 
     def forward(self, x):
-        return super().forward(x.to(self.lora_A["default"].weight.dtype))
+        y = self.base_layer(x)
+        x = x.to(self.lora_A["default"].weight.dtype)
+        return y + self.lora_B["default"](self.lora_A["default"](x))
 
 
 class Lora(Plain):

@@ -112,6 +112,35 @@ def test_reentrant_checkpointing_recomputes_everything_first():
     )
 
 
+def test_checkpointing_inside_a_module_recomputes_what_it_calls():
+    names = ["", "embed", "block", "block.a", "block.b"]
+    weights = ["embed.w", "block.a.w", "block.b.w"]
+    description = describe(names, weights, calls={"checkpointed_bodies": ["block"]})
+    assert backward(description) == (
+        "B/ Bblock Bblock.b >block.a! <block.a! >block.b! gblock.b.w Eblock.b Bblock.a gblock.a.w Eblock.a Eblock "
+        "Bembed gembed.w"
+    )
+    reentrant = {"checkpointed_bodies": ["block"], "reentrant": True}
+    assert backward(describe(names, weights, calls=reentrant)).startswith(
+        "B/ Bblock >block.a! <block.a! >block.b! <block.b! Bblock.b gblock.b.w"
+    )
+
+
+def test_a_repeated_call_is_recomputed_up_to_its_last_time():
+    calls = {"order": ["", "embed", "block", "block.a", "block.a"], "checkpointed": ["block"]}
+    description = describe(["", "embed", "block", "block.a"], ["embed.w", "block.a.w"], calls=calls)
+    assert backward(description) == (
+        "B/ Bblock Bblock.a >block! >block.a! <block.a! >block.a! Eblock.a Bblock.a gblock.a.w Eblock.a Eblock "
+        "Bembed gembed.w"
+    )
+
+
+def test_addmm_completes_the_gradient_of_the_bias_first():
+    classes = {"fc": "transformers.pytorch_utils.Conv1D"}
+    description = describe(["", "fc"], ["fc.weight", "fc.bias"], classes=classes)
+    assert backward(description) == "B/ Bfc gfc.bias gfc.weight"
+
+
 def test_what_is_known_of_calls_overrides_the_inference():
     calls = {
         "grad_inputs": {"b": 0},
@@ -120,5 +149,5 @@ def test_what_is_known_of_calls_overrides_the_inference():
         "returns": {"a": ["a.bias"]},
     }
     description = describe(["", "a", "b"], ["a.w", "a.bias", "b.w"], calls=calls)
-    assert forward(description) == ">/ rb.w >a oa.bias <a >b <b </"
+    assert forward(description) == ">/ >a oa.bias <a rb.w >b <b </"
     assert backward(description) == "B/ Bb Bb gb.w Ba ga.bias Ba ga.w"

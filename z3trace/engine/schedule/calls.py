@@ -42,8 +42,10 @@ class CallFacts:
     `order`: paths in the order in which calls begin (a module called twice appears twice); a call lies
     inside the latest open call of an ancestor. `grad_inputs` and `grad_outputs`: number of positional tensor
     inputs, of output tensors, that require a gradient. `reads`: parameters of other modules that a module's
-    forward reads before it calls them; `returns`: own parameters that it returns, as its last outputs.
-    `checkpointed`: modules whose calls run under activation checkpointing; `reentrant` is its older kind.
+    forward reads, each before it calls the first module that uses it; `returns`: own parameters that it
+    returns, as its last outputs. `checkpointed`: modules that are called under activation checkpointing,
+    `checkpointed_bodies`: those that run their own forward under it (so the layers of transformers 5);
+    `reentrant` is its older kind.
     """
 
     order: tuple[str, ...] | None = None
@@ -52,18 +54,19 @@ class CallFacts:
     reads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     returns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     checkpointed: frozenset[str] = frozenset()
+    checkpointed_bodies: frozenset[str] = frozenset()
     reentrant: bool = False
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call in forward, with the calls inside it."""
+    """One call in forward, with the calls inside it; `reads` are (number of an inner call, parameter)."""
 
     module: str
     inner: tuple["Call", ...] = ()
     grad_inputs: int = 1
     grad_outputs: int = 1
-    reads: tuple[str, ...] = ()
+    reads: tuple[tuple[int, str], ...] = ()
     returns: tuple[str, ...] = ()
 
 
@@ -78,12 +81,23 @@ def call_tree(model: Model, facts: CallFacts | None = None) -> Call:
 def forward_events(call: Call, *, recompute: bool = False) -> list[Event]:
     """The events of a call's forward; a `recompute` is activation checkpointing's second one."""
     module = call.module
-    events = [Event(EventKind.PRE_FORWARD, module, recompute=recompute)]
-    events += [Event(EventKind.PARAMETER_READ, module, name) for name in call.reads if not recompute]
-    for inner in call.inner:
-        events += forward_events(inner, recompute=recompute)
+    events = [
+        Event(EventKind.PRE_FORWARD, module, recompute=recompute),
+        *_body_events(call, recompute=recompute),
+    ]
     events += [Event(EventKind.PARAMETER_RETURNED, module, name) for name in call.returns if not recompute]
     return [*events, Event(EventKind.POST_FORWARD, module, recompute=recompute)]
+
+
+def _body_events(call: Call, *, recompute: bool) -> Iterator[Event]:
+    for number, inner in enumerate(call.inner):
+        for place, name in call.reads:
+            if place == number and not recompute:
+                yield Event(EventKind.PARAMETER_READ, call.module, name)
+        yield from forward_events(inner, recompute=recompute)
+    for place, name in call.reads:
+        if place == len(call.inner) and not recompute:
+            yield Event(EventKind.PARAMETER_READ, call.module, name)
 
 
 def backward_events(model: Model, call: Call, facts: CallFacts | None = None) -> list[Event]:
@@ -168,9 +182,17 @@ class _Inference:
             self._facts.grad_outputs.get(
                 node.module, outputs + len(self._facts.returns.get(node.module, ()))
             ),
-            tuple(self._facts.reads.get(node.module, ())),
+            tuple((self._place(name, inner), name) for name in self._facts.reads.get(node.module, ())),
             tuple(self._facts.returns.get(node.module, ())),
         )
+
+    def _place(self, name: str, inner: tuple[Call, ...]) -> int:
+        """Before which of the inner calls a parameter is read: the first that uses it, else the first."""
+
+        def uses(call: Call) -> bool:
+            return name in self._modules[call.module].partitions or any(uses(child) for child in call.inner)
+
+        return next((number for number, call in enumerate(inner) if uses(call)), 0)
 
 
 class _Backward:
@@ -180,11 +202,14 @@ class _Backward:
         self._facts = facts
         self._uses: Counter[str] = Counter()
         self._count(root)
-        # Calls of the checkpointed region whose saved tensors are not there yet.
-        self._lost: Call | None = None
+        # The recomputation of the checkpointed region whose saved tensors are not there yet.
+        self._lost: list[Event] | None = None
 
     def _own(self, call: Call) -> list[str]:
-        return [name for name in self._modules[call.module].partitions if name in self._trainable]
+        module = self._modules[call.module]
+        own = [name for name in module.partitions if name in self._trainable]
+        # torch.addmm hands on the gradient of the bias first; DeepSpeed's own linear function does not.
+        return own[::-1] if short_name(module.class_name) == "Conv1D" else own
 
     def _count(self, call: Call) -> None:
         if call.grad_outputs:
@@ -195,19 +220,19 @@ class _Backward:
     def visit(self, call: Call) -> Iterator[Event]:
         if not call.grad_outputs:
             return
-        checkpointed = call.module in self._facts.checkpointed and self._lost is None
-        if checkpointed and self._facts.reentrant:
-            yield from forward_events(call, recompute=True)
-        elif checkpointed:
-            self._lost = call
+        free = self._lost is None
+        outside = free and call.module in self._facts.checkpointed
+        inside = free and not outside and call.module in self._facts.checkpointed_bodies
+        if outside:
+            yield from self._forget(forward_events(call, recompute=True))
         for output in range(call.grad_outputs):
             yield Event(EventKind.PRE_BACKWARD, call.module)
             if output < len(call.returns):
                 yield from self._gradient(call, call.returns[-1 - output])
+        if inside:
+            yield from self._forget(list(_body_events(call, recompute=True)))
         if self._lost is not None and self._saves_tensors(call):
-            # The first backward that needs a saved tensor brings all of the region back, up to the last one.
-            region, self._lost = self._lost, None
-            yield from self._recompute(region, call)
+            yield from self._recompute(call.module)
         for inner in reversed(call.inner):
             yield from self.visit(inner)
         for name in self._own(call):
@@ -215,8 +240,22 @@ class _Backward:
                 yield from self._gradient(call, name)
         if call.grad_inputs:
             yield Event(EventKind.POST_BACKWARD, call.module)
-        if checkpointed:
+        if outside or inside:
             self._lost = None
+
+    def _forget(self, region: list[Event]) -> list[Event]:
+        """A checkpointed region's backward begins: reentrant, it is computed again now, else when needed."""
+        if self._facts.reentrant:
+            return region
+        self._lost = region
+        return []
+
+    def _recompute(self, last: str) -> list[Event]:
+        """The first backward that needs a saved tensor brings all of the region back, up to that one: the
+        call of `last`, which is not left."""
+        region, self._lost = self._lost or [], None
+        begun = [n for n, e in enumerate(region) if e.kind is EventKind.PRE_FORWARD and e.module == last]
+        return region[: begun[-1] + 1] if begun else []
 
     def _gradient(self, call: Call, name: str) -> Iterator[Event]:
         """A gradient is complete when the backward of its first use in forward is done."""
@@ -226,10 +265,3 @@ class _Backward:
 
     def _saves_tensors(self, call: Call) -> bool:
         return not call.inner and short_name(self._modules[call.module].class_name) != "Identity"
-
-    def _recompute(self, region: Call, last: Call) -> Iterator[Event]:
-        """The forward of `region` up to the call `last`, which it does not leave."""
-        for event in forward_events(region, recompute=True):
-            yield event
-            if event.kind is EventKind.PRE_FORWARD and event.module == last.module:
-                return

@@ -9,7 +9,7 @@ is enough. Optional and used where given: `classes` {module: class}; for a param
 communicates it); `dtype`, `gradient_accumulation_steps`,
 `hidden_size` (resolves `auto`), `groups` {process group: size}, `leaves` and `leaves_after` (modules made
 leaves by the script, before or after initialization), and `calls` {`order`, `grad_inputs`, `grad_outputs`,
-`reads`, `returns`, `checkpointed`, `reentrant`} as in `CallFacts`.
+`reads`, `returns`, `checkpointed`, `checkpointed_bodies`, `reentrant`} as in `CallFacts`.
 """
 
 import math
@@ -137,6 +137,7 @@ def _facts(calls: Mapping[str, Any], where: str) -> CallFacts:
         _string_lists(calls.get("reads", {}), f"{where}.reads"),
         _string_lists(calls.get("returns", {}), f"{where}.returns"),
         frozenset(_strings(calls.get("checkpointed", ()), f"{where}.checkpointed")),
+        frozenset(_strings(calls.get("checkpointed_bodies", ()), f"{where}.checkpointed_bodies")),
         bool(calls.get("reentrant", False)),
     )
 
