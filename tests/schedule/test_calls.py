@@ -62,9 +62,69 @@ def test_lists_of_blocks_are_not_called_but_sequentials_are():
     assert ">layers " in forward(describe(MODEL, WEIGHTS, classes=sequential))
 
 
+def test_activations_and_rotary_embeddings_are_called_where_models_call_them():
+    names = ["", "embed", "layers"]
+    for number in range(2):
+        block = f"layers.{number}"
+        names += [block, *(f"{block}.mlp{part}" for part in ("", ".gate", ".up", ".down", ".act_fn"))]
+    names += ["norm", "rotary_emb"]
+    weights = [
+        f"{name}.w" for name in names if name.rpartition(".")[2] in ("embed", "gate", "up", "down", "norm")
+    ]
+    called = [event.module for event in forward_events(call_tree(describe(names, weights).model))]
+    begun = list(dict.fromkeys(called))
+    assert begun[1:5] == ["embed", "rotary_emb", "layers.0", "layers.0.mlp"]
+    assert begun[5:9] == [f"layers.0.mlp.{part}" for part in ("gate", "act_fn", "up", "down")]
+    assert begun[-1] == "norm"
+    attention = ["", "q", "k", "out", "rotary_emb"]
+    order = call_tree(describe(attention, ["q.w", "k.w", "out.w"]).model).inner
+    assert [call.module for call in order] == ["q", "k", "rotary_emb", "out"]
+    # In a Sequential the place is the call's.
+    order = call_tree(describe(["", "net", "net.0", "net.1", "net.2"], ["net.0.w", "net.1.w"]).model)
+    assert [call.module for call in order.inner[0].inner] == ["net.0", "net.1", "net.2"]
+
+
+def test_norms_registered_last_are_called_where_their_names_say():
+    names = ["", "self_attn", "mlp", "input_layernorm", "post_attention_layernorm"]
+    order = call_tree(describe(names, [f"{name}.w" for name in names[1:]]).model).inner
+    assert [call.module for call in order] == [
+        "input_layernorm",
+        "self_attn",
+        "post_attention_layernorm",
+        "mlp",
+    ]
+    names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    order = call_tree(describe(names, [f"{name}.w" for name in names[1:]]).model).inner
+    assert [call.module for call in order[2:]] == [
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "mlp",
+        "post_feedforward_layernorm",
+    ]
+
+
 def test_frozen_modules_before_the_first_trained_one_have_no_backward():
     frozen = {name: {"trainable": name == "layers.1.fc.w"} for name in WEIGHTS}
     assert backward(describe(MODEL, frozen)) == "B/ Bhead Ehead Blayers.1 Blayers.1.fc glayers.1.fc.w"
+
+
+def test_projections_of_a_frozen_input_have_no_backward_of_their_own():
+    """q has an adapter that trains, and k takes the same input as q: nothing flows back through k."""
+    names = ["", "x", "q_proj", "q_proj.base_layer", "q_proj.lora_A", "k_proj", "out"]
+    frozen = {f"{name}.w": {"trainable": name == "q_proj.lora_A"} for name in ("x", *names[3:])}
+    assert backward(describe(names, frozen)) == "B/ Bout Eout Bq_proj Bq_proj.lora_A gq_proj.lora_A.w"
+
+
+def test_pefts_layers_read_their_adapters_weight():
+    names = ["", "q", "q.base_layer", "q.lora_A", "q.lora_A.default", "q.lora_B", "q.lora_B.default"]
+    weights = ["q.base_layer.w", "q.lora_A.default.w", "q.lora_B.default.w"]
+    lists = {"q.lora_A": "torch.nn.ModuleDict", "q.lora_B": "torch.nn.ModuleDict"}
+    description = describe(names, weights, classes={**lists, "q": "peft.tuners.lora.layer.Linear"})
+    assert forward(description) == (
+        ">/ >q >q.base_layer <q.base_layer rq.lora_A.default.w "
+        ">q.lora_A.default <q.lora_A.default >q.lora_B.default <q.lora_B.default <q </"
+    )
+    assert " r" not in forward(describe(names, weights, classes=lists))
 
 
 def test_rotary_embeddings_have_no_backward():

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from .interface import Model
+from .call_order import inferred_order, is_rotary
+from .interface import Model, Module
 from .structure import short_name
 
 
@@ -71,10 +72,9 @@ class Call:
 
 
 def call_tree(model: Model, facts: CallFacts | None = None) -> Call:
-    """The call of the whole model. Without `order`, every module but plain containers is called once, in
-    registration order."""
+    """The call of the whole model; without `order`, every module is called once, in the inferred order."""
     facts = facts or CallFacts()
-    order = facts.order or tuple(_called(model))
+    order = facts.order or inferred_order(model)
     return _Inference(model, facts).call(_nest(order)[0])
 
 
@@ -127,32 +127,8 @@ def _is_below(path: str, ancestor: str) -> bool:
     return path != ancestor and (not ancestor or path.startswith(ancestor + "."))
 
 
-def _called(model: Model) -> Iterator[str]:
-    modules = {module.path: module for module in model.modules}
-
-    def shape(path: str) -> tuple[object, ...]:
-        """The tree of names below a module: alike for the repeated blocks of a list."""
-        children = modules[path].children
-        return tuple((child[len(path) :], shape(child)) for child in children)
-
-    def is_list(path: str) -> bool:
-        module = modules[path]
-        if module.class_name:
-            return short_name(module.class_name) in {
-                "ModuleList",
-                "ModuleDict",
-                "ParameterList",
-                "ParameterDict",
-            }
-        names = [child.rpartition(".")[2] for child in module.children]
-        numbered = bool(names) and names == [str(number) for number in range(len(names))]
-        if not numbered or module.partitions:
-            return False
-        # A Sequential is called and looks the same, but is seldom made of alike blocks with inner modules.
-        shapes = {shape(child) for child in module.children}
-        return len(shapes) == 1 and shapes != {()}
-
-    return (module.path for module in model.modules if not is_list(module.path))
+# Projections of one input, not of each other's output.
+_SIDE_BY_SIDE = frozenset({"q_proj", "k_proj", "v_proj", "query", "key", "value", "gate_proj", "up_proj"})
 
 
 class _Inference:
@@ -164,16 +140,21 @@ class _Inference:
         self._facts = facts
         self._flowing = False
 
-    def call(self, node: _Node) -> Call:
+    def call(self, node: _Node, around: bool = False) -> Call:
+        """`around` says whether a gradient flows into the call around this one."""
         module = self._modules[node.module]
-        words = f"{short_name(module.class_name)} {node.module.rpartition('.')[2]}".lower()
+        name = node.module.rpartition(".")[2]
+        words = f"{short_name(module.class_name)} {name}".lower()
         takes_indices = "embed" in words or words.strip() in ("wte", "wpe")
-        constant = "rotary" in words and not module.partitions
-        inputs = int(self._flowing and not takes_indices)
         before = self._flowing
-        inner = tuple(self.call(child) for child in node.inner)
+        self._flowing = around if name in _SIDE_BY_SIDE else before
+        flows_in = self._flowing
+        inputs = int(flows_in and not takes_indices)
+        inner = tuple(self.call(child, flows_in) for child in node.inner)
         trains = any(name in self._trainable for name in module.partitions)
-        outputs = int(not constant and (inputs > 0 or trains or any(child.grad_outputs for child in inner)))
+        outputs = int(
+            not is_rotary(module) and (inputs > 0 or trains or any(child.grad_outputs for child in inner))
+        )
         self._flowing = before or outputs > 0
         return Call(
             node.module,
@@ -182,8 +163,19 @@ class _Inference:
             self._facts.grad_outputs.get(
                 node.module, outputs + len(self._facts.returns.get(node.module, ()))
             ),
-            tuple((self._place(name, inner), name) for name in self._facts.reads.get(node.module, ())),
+            tuple((self._place(name, inner), name) for name in self._reads(module)),
             tuple(self._facts.returns.get(node.module, ())),
+        )
+
+    def _reads(self, module: Module) -> tuple[str, ...]:
+        """peft's LoRA layers ask the adapter's weight for its dtype before they call it."""
+        if module.path in self._facts.reads or not module.class_name.startswith("peft.tuners.lora."):
+            return tuple(self._facts.reads.get(module.path, ()))
+        adapters = self._modules.get(f"{module.path}.lora_A")
+        return tuple(
+            name
+            for child in (adapters.children if adapters else ())
+            for name in self._modules[child].partitions
         )
 
     def _place(self, name: str, inner: tuple[Call, ...]) -> int:

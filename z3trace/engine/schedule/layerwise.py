@@ -236,8 +236,8 @@ class LayerwiseSchedule:
         yield from self._complete(lambda other: other.enter > call.exit, module)
         self._open.append(call)
         needed = self._needs.get(call.module, ())
-        count = self._prefetch + (call.module == ROOT and self._prefetch > 0)
-        ahead = [c.module for c in self._left[: -count - 1 : -1] if c.module != ROOT] if count else []
+        count = self._prefetch + (call.module == ROOT)
+        ahead = [c.module for c in self._left[: -count - 1 : -1] if c.module != ROOT]
         yield from self._release_unused(module, ahead)
         yield from self._gather(needed, module, Phase.BACKWARD, Reason.DEMAND if wait else Reason.PREFETCH)
         if wait:
