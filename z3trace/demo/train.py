@@ -95,7 +95,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--vocabulary", type=int, default=256)
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--length", type=int, default=128)
     return parser.parse_args(arguments)
 
 
