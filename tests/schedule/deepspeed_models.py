@@ -268,5 +268,24 @@ FAMILIES = {
 }
 
 
-def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    return functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+# Classes that may be leaves. DeepSpeed fails in backward when no input of a leaf requires a gradient, as in
+# LoRA's first block or by keyword, and when a leaf that is called twice fits the gradient bucket twice.
+LEAVES = {
+    "*": ["Block", "MLP", "Attention"],
+    "Moe": ["Experts", "MoeBlock"],
+    "Pairs": ["MLP"],
+    "LooseBias": ["Block"],
+    "Keywords": ["MLP", "Attention"],
+    "Lora": ["MLP"],
+    "ReadingLora": ["MLP"],
+    "CheckpointedLora": ["MLP"],
+    "Shared": [],
+}
+NAMED_LEAVES = [{"names": ["blocks.0.mlp"]}, {"name_suffixes": [".mlp"]}]
+BLOCKS_AS_LEAVES = frozenset(FAMILIES) - {"Shared", "Keywords", "Lora", "ReadingLora", "CheckpointedLora"}
+WIDTHS = [6, 8]
+PLAIN_TORCH = True
+
+
+def logits_of(engine, tokens: torch.Tensor) -> torch.Tensor:
+    return engine(tokens)

@@ -15,7 +15,6 @@ import functools
 import itertools
 import json
 import os
-import random
 import sys
 from datetime import timedelta
 from importlib import import_module
@@ -23,9 +22,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed
+from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).parent))
-import deepspeed_models as models
+import deepspeed_cases as cases
 
 LOG: list[list] = []
 NAMES: dict[int, str] = {}  # id of a parameter -> its name
@@ -182,93 +182,6 @@ def observe_deepspeed():
     wrap(optimizer, "_post_step", lambda *_: note("step_ends"))
 
 
-BLOCKS_BY_GRANULARITY = -1  # stands for the threshold that makes the model's blocks leaves
-
-
-def granularity(module) -> int:
-    """Elements per module with parameters: what stage3_module_granularity_threshold is compared with."""
-    counted = [part for part in module.modules() if any(True for _ in part.parameters())]
-    counted = [part for part in counted if not isinstance(part, (torch.nn.ModuleList, torch.nn.ModuleDict))]
-    return sum(parameter.numel() for parameter in module.parameters()) // len(counted)
-
-
-def random_case(number: int) -> dict:
-    """The same on every rank, whatever else runs."""
-    draw = random.Random(f"settings {number}")
-    family = list(models.FAMILIES)[number % len(models.FAMILIES)]
-    zero = {
-        "stage": 3,
-        "stage3_param_persistence_threshold": draw.choice([0, 0, 8, 24, 70, 200, 10_000]),
-        "stage3_prefetch_bucket_size": draw.choice([0, 1, 60, 200, 700, 2_000, 50_000_000]),
-        "stage3_max_reuse_distance": draw.choice([0, 0, 100, 500, 1_500, 10**9]),
-        "stage3_max_live_parameters": draw.choice([0, 300, 900, 10**9, 10**9]),
-        "reduce_bucket_size": draw.choice([1, 64, 200, 500, 5_000, 10**6]),
-    }
-    if draw.random() < 0.2:
-        zero["stage3_model_persistence_threshold"] = draw.choice([50, 150, 400])
-    if draw.random() < 0.15:
-        zero["stage3_allgather_sequential"] = True
-    if draw.random() < 0.15:
-        zero["stage3_use_all_reduce_for_fetch_params"] = True
-    if draw.random() < 0.2:
-        zero["zero_hpz_partition_size"] = torch.distributed.get_world_size()
-    if draw.random() < 0.2:
-        zero["reduce_scatter"] = False
-        zero["contiguous_gradients"] = draw.choice([True, False])
-    if draw.random() < 0.2:
-        zero["sub_group_size"] = draw.choice([100, 600])
-    leaves_after = None
-    leaf = draw.random()
-    if family == "Shared" and not 0.3 < leaf < 0.4:
-        leaf = 1.0  # DeepSpeed fails when a leaf that is called twice fits the gradient bucket twice
-    # DeepSpeed fails in backward when no input of a leaf requires a gradient, as in LoRA's first block.
-    target = "MLP" if family == "Keywords" or "Lora" in family else "Block"
-    names = {"Moe": ["Experts", "MoeBlock"], "Pairs": ["MLP"], "LooseBias": ["Block"]}.get(
-        family, [target, "MLP", "Attention"]
-    )
-    if leaf < 0.2:
-        zero["leaf_module"] = {"classes": [draw.choice(names)]}
-    elif leaf < 0.3:
-        zero["leaf_module"] = draw.choice([{"names": ["blocks.0.mlp"]}, {"name_suffixes": [".mlp"]}])
-    elif leaf < 0.4:
-        leaves_after = draw.choice(names)
-    elif leaf < 0.5 and "Lora" not in family and family != "Keywords":
-        zero["stage3_module_granularity_threshold"] = BLOCKS_BY_GRANULARITY
-    return {
-        "number": number,
-        "family": family,
-        "width": draw.choice([6, 8]),
-        "depth": draw.choice([2, 3]),
-        "zero": zero,
-        "leaves_after": leaves_after,
-        "dtype": draw.choice(["float32", "bfloat16"]),
-        "autocast": draw.random() < 0.12,
-        "zero_init": draw.random() < 0.15,
-        "micro_batches": draw.choice([1, 1, 2]),
-        "evaluations": sorted(draw.sample(range(5), draw.choice([0, 0, 1, 2]))),
-        "steps": 5,
-    }
-
-
-def configuration(case):
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": case["micro_batches"],
-        "zero_optimization": case["zero"],
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": 10**9,
-    }
-    if case["autocast"]:
-        config["torch_autocast"] = {
-            "enabled": True,
-            "dtype": "bfloat16",
-            "lower_precision_safe_modules": ["torch.nn.Linear"],
-        }
-    elif case["dtype"] == "bfloat16":
-        config["bf16"] = {"enabled": True}
-    return config
-
-
 def describe(module, case) -> dict:
     from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype
 
@@ -316,7 +229,7 @@ def expert_groups(model):
     return group
 
 
-def run_case(case) -> dict:
+def run_case(models, case) -> dict:
     global ON
     import deepspeed
     from deepspeed.runtime import torch_autocast
@@ -325,11 +238,9 @@ def run_case(case) -> dict:
     torch.manual_seed(case["number"])
     models.ROUTE.seed(case["number"])
     make = functools.partial(models.FAMILIES[case["family"]], case["width"], case["depth"])
-    if case["zero"].get("stage3_module_granularity_threshold") == BLOCKS_BY_GRANULARITY:
-        plain = make()
-        case["zero"]["stage3_module_granularity_threshold"] = granularity(plain.blocks[0])
-        assert granularity(plain) > granularity(plain.blocks[0])  # DeepSpeed fails when the root is a leaf
-    config = configuration(case)
+    if case["zero"].get(cases.GRANULARITY) == cases.BLOCKS_BY_GRANULARITY:
+        case["zero"][cases.GRANULARITY] = cases.granularity_of_blocks(make())
+    config = cases.configuration(case)
     # What DeepSpeed keeps for the whole process must not leak from the case before.
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
@@ -368,11 +279,12 @@ def run_case(case) -> dict:
             if step in case["evaluations"]:
                 engine.eval()
                 with torch.no_grad():
-                    engine(batch(case, step, 99))
+                    models.logits_of(engine, batch(models, case, step, 99))
                 engine.train()
             for micro_batch in range(case["micro_batches"]):
-                tokens = batch(case, step, micro_batch)
-                engine.backward(models.loss_of(engine(tokens), tokens))
+                tokens = batch(models, case, step, micro_batch)
+                logits = models.logits_of(engine, tokens)
+                engine.backward(functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten()))
                 engine.step()
     except RuntimeError as failure:
         error = str(failure)
@@ -381,13 +293,14 @@ def run_case(case) -> dict:
     return {"case": case, "description": description, "log": list(LOG), "error": error}
 
 
-def batch(case, step, micro_batch):
+def batch(models, case, step, micro_batch):
     seed = 1000 * case["number"] + 10 * step + micro_batch + 500_000 * torch.distributed.get_rank()
     return torch.randint(models.VOCABULARY, (2, 4), generator=torch.Generator().manual_seed(seed))
 
 
-def main(folder: str, rank: str, world: str, first: str, count: str) -> None:
+def main(family: str, folder: str, rank: str, world: str, first: str, count: str) -> None:
     torch.set_num_threads(1)
+    models = import_module(family)
     observe_torch()
     import deepspeed
 
@@ -404,7 +317,8 @@ def main(folder: str, rank: str, world: str, first: str, count: str) -> None:
     )
     with (Path(folder) / f"rank{rank}.jsonl").open("w") as output:
         for number in itertools.islice(itertools.count(int(first)), int(count)):
-            print(json.dumps(run_case(random_case(number))), file=output, flush=True)
+            case = cases.random_case(models, number, int(world))
+            print(json.dumps(run_case(models, case)), file=output, flush=True)
     torch.distributed.barrier()
     os._exit(0)  # DeepSpeed's threads can keep a finished process alive
 

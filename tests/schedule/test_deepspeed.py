@@ -10,6 +10,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 
@@ -20,7 +22,11 @@ from z3trace.engine.schedule.interface import Actions, Collective, Gather, Micro
 from z3trace.engine.schedule.model_file import DTYPE_BYTES, Description, parse_description
 from z3trace.engine.schedule.predict import predict
 
-CASES = 60  # four of each family of models
+CASES = {
+    "deepspeed_models": 60,  # four of each family
+    "transformers_models": 18,  # three of each family
+}
+ALL = [(family, number) for family, count in CASES.items() for number in range(count)]
 SECONDS = 900
 WORLD = 2
 
@@ -35,14 +41,32 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict]]:
     """What rank 0 saw in each case, after checking that rank 1 saw the same."""
-    folder = tmp_path_factory.mktemp("deepspeed")
+
+    @cache
+    def recorded(family: str) -> list[dict]:
+        folder = tmp_path_factory.mktemp(family)
+        record(family, folder)
+        ranks = [
+            [json.loads(line) for line in (folder / f"rank{rank}.jsonl").read_text().splitlines()]
+            for rank in range(WORLD)
+        ]
+        for first, second in zip(*ranks, strict=True):
+            assert first == second
+        return ranks[0]
+
+    return recorded
+
+
+def record(family: str, folder: Path) -> None:
+    if family == "transformers_models" and not all(map(importlib.util.find_spec, ("transformers", "peft"))):
+        pytest.skip("transformers and peft are not installed")
     script = Path(__file__).with_name("deepspeed_recorder.py")
     outputs = [(folder / f"rank{rank}.txt").open("w+") for rank in range(WORLD)]
     processes = [
         subprocess.Popen(
-            [sys.executable, script, folder, str(rank), str(WORLD), "0", str(CASES)],
+            [sys.executable, script, family, folder, str(rank), str(WORLD), "0", str(CASES[family])],
             env={
                 **os.environ,
                 "DS_ACCELERATOR": "cpu",
@@ -66,13 +90,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     if any(codes):
         outputs[0].seek(0)
         pytest.fail(f"DeepSpeed ended with {codes}:\n{outputs[0].read()[-4000:]}")
-    ranks = [
-        [json.loads(line) for line in (folder / f"rank{rank}.jsonl").read_text().splitlines()]
-        for rank in range(WORLD)
-    ]
-    for first, second in zip(*ranks, strict=True):
-        assert first == second
-    return ranks[0]
 
 
 def describe(run: dict) -> Description:
@@ -101,6 +118,9 @@ def known_calls(run: dict) -> dict:
         return {"returns": {f"{path}.mlp.fc2": [f"{path}.mlp.fc2.bias"] for path in blocks}}
     if family in ("Checkpointed", "Reentrant"):
         return {"checkpointed": blocks, "reentrant": family == "Reentrant"}
+    if family in ("checkpointed_llama", "reentrant_llama"):
+        layers = [path for path in modules if path.startswith("model.layers.") and path.count(".") == 2]
+        return {"checkpointed_bodies": layers, "reentrant": family == "reentrant_llama"}
     if family == "CheckpointedLora":
         return {"checkpointed": blocks[1:]}
     return {}
@@ -167,9 +187,9 @@ class Answers:
         return ["reduce", action.collective.value, numel, dtype, parts[0].group, list(action.partitions)]
 
 
-@pytest.mark.parametrize("number", range(CASES))
-def test_same_events_give_the_same_collectives(runs, number):
-    run = runs[number]
+@pytest.mark.parametrize(("family", "number"), ALL)
+def test_same_events_give_the_same_collectives(runs, family, number):
+    run = runs(family)[number]
     assert run["error"] is None
     description = describe(run)
     schedule = DeepSpeedSchedule(
@@ -241,9 +261,9 @@ def gathers_and_rest(entries: list[tuple]) -> tuple[list[tuple], list[tuple]]:
     )
 
 
-@pytest.mark.parametrize("number", range(CASES))
-def test_a_static_model_is_predicted_from_its_description(runs, number):
-    run = runs[number]
+@pytest.mark.parametrize(("family", "number"), ALL)
+def test_a_static_model_is_predicted_from_its_description(runs, family, number):
+    run = runs(family)[number]
     if run["case"]["family"] in ("Moe", "Dynamic"):
         pytest.skip("what this model calls depends on its data")
     predicted = [
@@ -257,16 +277,17 @@ def test_a_static_model_is_predicted_from_its_description(runs, number):
 
 
 def test_the_cases_cover_what_the_schedule_can_do(runs):
-    events = {entry[0] for run in runs for entry in run["log"]}
+    cases = runs("deepspeed_models")
+    events = {entry[0] for run in cases for entry in run["log"]}
     assert {"read", "returned", "leaf_backward", "post_backward", "norm"} <= events
-    collectives = {(entry[1], entry[4]) for run in runs for entry in run["log"] if entry[0] == "gather"}
+    collectives = {(entry[1], entry[4]) for run in cases for entry in run["log"] if entry[0] == "gather"}
     assert {("all_gather", ""), ("all_gather", "secondary"), ("all_gather", "experts")} <= collectives
     assert ("all_reduce", "") in collectives
-    reductions = {entry[1] for run in runs for entry in run["log"] if entry[0] == "reduce"}
+    reductions = {entry[1] for run in cases for entry in run["log"] if entry[0] == "reduce"}
     assert reductions == {"reduce_scatter", "all_reduce"}
-    assert any(entry[0] == "pre_forward" and entry[2] for run in runs for entry in run["log"])
-    assert sum(bool(run["case"]["evaluations"]) for run in runs) >= 10
-    assert {run["case"]["zero"].get("stage3_module_granularity_threshold", 0) > 0 for run in runs} == {
+    assert any(entry[0] == "pre_forward" and entry[2] for run in cases for entry in run["log"])
+    assert sum(bool(run["case"]["evaluations"]) for run in cases) >= 10
+    assert {run["case"]["zero"].get("stage3_module_granularity_threshold", 0) > 0 for run in cases} == {
         True,
         False,
     }
