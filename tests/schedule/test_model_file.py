@@ -88,6 +88,10 @@ def test_dtypes_are_known_by_their_many_names(name, expected):
         ({"world_size": 0}, "model.json: world_size is 0: give a whole number of at least 1"),
         ({"dtype": "float12"}, "model.json: dtype 'float12' is unknown"),
         ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage is 2: ZeRO-3 needs 3"),
+        ({"calls": {"order": ["embed"]}}, 'model.json: calls.order does not begin with ""'),
+        ({"calls": {"order": ["", "head"]}}, "calls.order names 'head', which is not among the modules"),
+        ({"calls": {"checkpointed": ["x"]}}, "calls.checkpointed names 'x', which is not among the modules"),
+        ({"calls": {"grad_input": {}}}, "calls.grad_input is unknown: give one of checkpointed"),
         ({"calls": {"order": "x"}}, "model.json: calls.order is str: give a list of names"),
     ],
 )

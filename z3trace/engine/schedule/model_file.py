@@ -14,7 +14,7 @@ leaves by the script, before or after initialization), and `calls` {`order`, `gr
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from z3trace.errors import UserError
@@ -115,7 +115,7 @@ def parse_description(data: Mapping[str, Any], where: str = "model.json") -> Des
             for name, entry in parameters.items()
             if "autocast_dtype" in entry
         },
-        _facts(_mapping(data.get("calls", {}), f"{where}: calls"), f"{where}: calls"),
+        _facts(_mapping(data.get("calls", {}), f"{where}: calls"), f"{where}: calls", known),
     )
 
 
@@ -128,9 +128,13 @@ def dtype_name(value: object, where: str = "dtype") -> str:
     return name
 
 
-def _facts(calls: Mapping[str, Any], where: str) -> CallFacts:
+def _facts(calls: Mapping[str, Any], where: str, known: frozenset[str]) -> CallFacts:
+    keys = {entry.name for entry in fields(CallFacts)}
+    for key in calls:
+        if key not in keys:
+            raise UserError(f"{where}.{key} is unknown: give one of {', '.join(sorted(keys))}")
     order = calls.get("order")
-    return CallFacts(
+    facts = CallFacts(
         None if order is None else _strings(order, f"{where}.order"),
         _mapping(calls.get("grad_inputs", {}), f"{where}.grad_inputs"),
         _mapping(calls.get("grad_outputs", {}), f"{where}.grad_outputs"),
@@ -140,6 +144,13 @@ def _facts(calls: Mapping[str, Any], where: str) -> CallFacts:
         frozenset(_strings(calls.get("checkpointed_bodies", ()), f"{where}.checkpointed_bodies")),
         bool(calls.get("reentrant", False)),
     )
+    if facts.order is not None and facts.order[:1] != ("",):
+        raise UserError(f'{where}.order does not begin with "": the model\'s own call comes first')
+    for key in keys - {"reentrant"}:
+        unknown = sorted(set(getattr(facts, key) or ()) - known)
+        if unknown:
+            raise UserError(f"{where}.{key} names {unknown[0]!r}, which is not among the modules")
+    return facts
 
 
 def _nearest_listed(path: str, known: frozenset[str]) -> str:
