@@ -69,6 +69,15 @@ def test_what_names_cannot_tell_may_be_given():
     assert description.groups == {"experts": 1}
 
 
+def test_the_engines_own_description_is_one():
+    modules = [{"path": path, "class": f"net.{path.title() or 'Net'}"} for path in SMALL["modules"]]
+    order = ["blocks.0", "blocks.0.fc", "embed"]
+    description = parse_description({**SMALL, "modules": modules, "call_order": order})
+    assert [module.path for module in description.model.modules] == SMALL["modules"]
+    assert description.model.modules[1].class_name == "net.Embed"
+    assert description.facts.order == ("", *order)
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [("bf16", "bfloat16"), ("torch.float16", "float16"), ("BFloat16", "bfloat16"), ("float", "float32")],

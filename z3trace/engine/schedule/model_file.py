@@ -4,12 +4,13 @@
      "parameters": {name: {"shape": [...], "numel": n}},
      "zero_optimization": {...}, "world_size": n}
 
-is enough. Optional and used where given: `classes` {module: class}; for a parameter `dtype`, `trainable`,
-`group`, `owners` (all modules that own it: tied weights) and `autocast_dtype` (in which torch autocast
-communicates it); `dtype`, `gradient_accumulation_steps`,
-`hidden_size` (resolves `auto`), `groups` {process group: size}, `leaves` and `leaves_after` (modules made
-leaves by the script, before or after initialization), and `calls` {`order`, `grad_inputs`, `grad_outputs`,
-`reads`, `returns`, `checkpointed`, `checkpointed_bodies`, `reentrant`} as in `CallFacts`.
+is enough. A module may also be {"path": name, "class": class}, as the engine describes itself, and its
+`call_order` is read as `calls.order`. Optional and used where given: `classes` {module: class}; for a
+parameter `dtype`, `trainable`, `group`, `owners` (all modules that own it: tied weights) and `autocast_dtype`
+(in which torch autocast communicates it); `dtype`, `gradient_accumulation_steps`, `hidden_size` (resolves
+`auto`), `groups` {process group: size}, `leaves` and `leaves_after` (modules made leaves by the script, before
+or after initialization), and `calls` {`order`, `grad_inputs`, `grad_outputs`, `reads`, `returns`,
+`checkpointed`, `checkpointed_bodies`, `reentrant`} as in `CallFacts`.
 """
 
 import math
@@ -57,11 +58,12 @@ class Description:
 
 def parse_description(data: Mapping[str, Any], where: str = "model.json") -> Description:
     """Check and read a description. Raises UserError naming the key that is missing or wrong."""
-    names = _strings(_required(data, "modules", where), f"{where}: modules")
-    if not names or names[0] != "":
-        names = ("", *names)
+    names, classes = _modules(_required(data, "modules", where), f"{where}: modules")
+    classes |= _mapping(data.get("classes", {}), f"{where}: classes")
     parameters = _mapping(_required(data, "parameters", where), f"{where}: parameters")
-    classes = _mapping(data.get("classes", {}), f"{where}: classes")
+    calls = dict(_mapping(data.get("calls", {}), f"{where}: calls"))
+    if data.get("call_order"):
+        calls.setdefault("order", ["", *(path for path in data["call_order"] if path)])
     default_dtype = dtype_name(data.get("dtype", "float32"), where)
     known = frozenset(names)
     owned: dict[str, list[str]] = {name: [] for name in names}
@@ -115,8 +117,19 @@ def parse_description(data: Mapping[str, Any], where: str = "model.json") -> Des
             for name, entry in parameters.items()
             if "autocast_dtype" in entry
         },
-        _facts(_mapping(data.get("calls", {}), f"{where}: calls"), f"{where}: calls", known),
+        _facts(calls, f"{where}: calls", known),
     )
+
+
+def _modules(entries: Any, where: str) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Names, and classes where they are there: entries are names or {"path": name, "class": class}."""
+    if isinstance(entries, list) and entries and all(isinstance(entry, Mapping) for entry in entries):
+        pairs = [(str(_required(entry, "path", where)), str(entry.get("class", ""))) for entry in entries]
+    else:
+        pairs = [(name, "") for name in _strings(entries, where)]
+    if not pairs or pairs[0][0] != "":
+        pairs.insert(0, ("", ""))
+    return tuple(name for name, _ in pairs), {name: kind for name, kind in pairs if kind}
 
 
 def dtype_name(value: object, where: str = "dtype") -> str:
