@@ -9,7 +9,7 @@ from worlds import run_world
 def train_all(names: list[str], unit: str) -> dict[str, dict[str, float]]:
     found = {}
     for name in names:
-        training = Training(name, steps=4, accumulation=2, optimizer="SGD")
+        training = Training(name, steps=3, accumulation=2, optimizer="SGD")
         reference = training.by_replicas()
         run, _ = training.by_engine(unit=unit)
         found[name] = compare(run, reference)
@@ -17,8 +17,7 @@ def train_all(names: list[str], unit: str) -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("unit", ["block", "module"])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("world", "unit"), [(2, "block"), (2, "module"), (3, "block")])
 def test_unusual_models_equal_replicas(world: int, unit: str) -> None:
     names = list(MODELS)
     for differences in run_world(train_all, world, names, unit):

@@ -92,7 +92,7 @@ class Training:
         model = models.build(self.model)
         masters = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
         optimizer = self.make_optimizer([nn.Parameter(m) for m in masters.values()])
-        kept = {n: p for n, p in zip(masters, optimizer.param_groups[0]["params"], strict=True)}
+        kept = dict(zip(masters, optimizer.param_groups[0]["params"], strict=True))
         if self.bf16:
             model = model.bfloat16()
         losses, gradients = [], {}
@@ -133,7 +133,9 @@ def compare(ours: Run, reference: Run) -> dict[str, float]:
     return {
         "loss": max(abs(a - b) / abs(b) for a, b in zip(ours.losses, reference.losses, strict=True)),
         "gradient": max(map(partial(_distance, ours.gradients, reference.gradients), reference.gradients)),
-        "parameter": max(map(partial(_distance, ours.parameters, reference.parameters), reference.parameters)),
+        "parameter": max(
+            map(partial(_distance, ours.parameters, reference.parameters), reference.parameters)
+        ),
     }
 
 

@@ -26,7 +26,9 @@ def run_world(function: Callable[..., Any], world: int, *args: Any, timeout: flo
     """What `function(*args)` returned on each rank. Raises AssertionError with the output of a failing rank."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "task").write_bytes(pickle.dumps((inspect.getsourcefile(function), function.__name__, args)))
+        (folder / "task").write_bytes(
+            pickle.dumps((inspect.getsourcefile(function), function.__name__, args))
+        )
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -82,7 +84,9 @@ def _main(folder: Path, rank: int, world: int, timeout: float) -> None:
     sys.modules[Path(source).stem] = module
     spec.loader.exec_module(module)
     store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+    )
     result = getattr(module, name)(*args)
     dist.barrier()
     (folder / f"result{rank}").write_bytes(pickle.dumps(result))

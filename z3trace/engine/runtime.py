@@ -1,5 +1,6 @@
 """Tells the schedule what happens in the training, and has its answers carried out."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ class Call:
     """
 
     module: str
+    number: int | None
+    """Which forward of the module in its pass; None when checkpointing ran it again."""
     places: list[Place]
     backward: int = 0
     """The last backward that reached it, counted from 1."""
@@ -48,7 +51,8 @@ class Runtime:
         self._step_started = False
         self._forwards = OpenRanges("forward", Phase.FORWARD.value)
         self._backwards = OpenRanges("backward", Phase.BACKWARD.value)
-        self._running: list[str] = []
+        self._running: list[tuple[str, int]] = []
+        self._numbers: Counter[str] = Counter()
         self._calls: dict[str, list[Call]] = {}  # those whose backward is still to come
         self._reached = ROOT  # the module whose backward began last
         self._backward_count = 0
@@ -57,13 +61,14 @@ class Runtime:
 
     def pre_forward(self, module: str) -> None:
         """The module's forward is about to run."""
-        self._running.append(module)
+        if module == ROOT and self._progress.phase is not Phase.BACKWARD:
+            self._begin_forward()
+        self._running.append((module, self._numbers[module]))
         if self._progress.phase is Phase.BACKWARD:
             with labelled("fetch", module=module, phase=Phase.BACKWARD.value):
                 self._executor.run(self._schedule.pre_forward(module, recompute=True))
             return
-        if module == ROOT:
-            self._begin_forward()
+        self._numbers[module] += 1
         self._forwards.begin(module)
         with labelled("fetch", module=module, phase=Phase.FORWARD.value):
             self._executor.run(self._schedule.pre_forward(module))
@@ -73,9 +78,12 @@ class Runtime:
 
         `gradient_arrived` wants the result back.
         """
-        self._running.pop()
-        call = Call(module, self._executor.places(self._needs.get(module, ())))
         recompute = self._progress.phase is Phase.BACKWARD
+        if not self._running or self._running[-1][0] != module:  # an error before it began
+            return Call(module, None, [])
+        _, number = self._running.pop()
+        places = self._executor.places(self._needs.get(module, ()))
+        call = Call(module, None if recompute else number, places)
         calls = self._calls.setdefault(module, [])
         if not recompute and differentiable:
             calls.append(call)
@@ -97,6 +105,8 @@ class Runtime:
             self._step_started = True
             self._on_step_started(self._progress.step)
         self._progress.phase = Phase.FORWARD
+        self._running.clear()
+        self._numbers.clear()
         index = self._progress.micro_batch
         micro_batch = MicroBatch(grad, index + 1 == self._accumulation_steps, index)
         self._executor.run(self._schedule.forward_begins(micro_batch))
@@ -105,7 +115,7 @@ class Runtime:
         """Somebody reads a sharded parameter: fetch it if a forward is running, else return False."""
         if not self._running:
             return False
-        reader = self._running[-1]
+        reader, _ = self._running[-1]
         self._executor.run(self._schedule.parameter_read(reader, partition))
         needed = self._needs.setdefault(reader, [])
         if partition not in needed:
@@ -142,7 +152,7 @@ class Runtime:
             self._backwards.end_all_but_enclosing(module)
             self._backwards.begin(module)
         with labelled("fetch", module=module, phase=Phase.BACKWARD.value):
-            self._executor.run(self._schedule.pre_backward(module))
+            self._executor.run(self._schedule.pre_backward(module, call=call.number))
             self._executor.settle(call.places)
 
     # Step

@@ -69,7 +69,7 @@ class DeepSpeedSchedule:
     def forward_ends(self) -> Actions:
         return []
 
-    def pre_backward(self, module: str) -> Actions:
+    def pre_backward(self, module: str, *, call: int | None = None) -> Actions:
         if module not in self.structure.hooked:
             return []
         return self._coordinator.enter_backward(module)

@@ -179,7 +179,9 @@ class Schedule(Protocol):
 
     def forward_ends(self) -> Actions: ...
 
-    def pre_backward(self, module: str) -> Actions: ...
+    def pre_backward(self, module: str, *, call: int | None = None) -> Actions:
+        """`call`: which forward of the module in its pass, counted from 0, where the caller knows it."""
+        ...
 
     def gradient_ready(self, partition: str) -> Actions:
         """Every trainable parameter of the partition has its gradient of this micro-batch."""

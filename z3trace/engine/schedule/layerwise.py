@@ -43,6 +43,7 @@ class _Call:
     module: str
     enter: int
     exit: int = _LATER
+    number: int = 0
 
 
 class LayerwiseSchedule:
@@ -94,7 +95,7 @@ class LayerwiseSchedule:
             return ()
         if recompute:
             return self._recompute(module)
-        self._running.append(_Call(module, self._tick()))
+        self._running.append(_Call(module, self._tick(), number=self._begun.count(module)))
         if module == ROOT:
             return self._wait(self._root, ROOT)
         self._begun.append(module)
@@ -142,12 +143,19 @@ class LayerwiseSchedule:
         self._forwards.append(self._ended)
         return ()
 
-    def pre_backward(self, module: str) -> Actions:
+    def pre_backward(self, module: str, *, call: int | None = None) -> Actions:
         self._begin_backward()
         assert self._left is not None
-        index = next((i for i in reversed(range(len(self._left))) if self._left[i].module == module), None)
+        index = next(
+            (
+                i
+                for i in reversed(range(len(self._left)))
+                if self._left[i].module == module and call in (None, self._left[i].number)
+            ),
+            None,
+        )
         if index is None:
-            if any(call.module == module for call in self._open):
+            if any(other.module == module and call in (None, other.number) for other in self._open):
                 return self._wait(self._needs.get(module, ()), module)
             return self._unforeseen(module)
         actions: list[Action] = []
