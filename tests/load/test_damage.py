@@ -175,6 +175,32 @@ def test_a_bracket_that_never_closes_costs_one_event(loaded: Loaded) -> None:
     assert names == [f"op{number}" for number in range(5000) if number != 2000]
 
 
+@pytest.mark.parametrize("opened", [b'"args": ', b'"args": {"a": [', b'"args": {"a": [[1, 2], [', b'"bp":  '])
+def test_the_rest_of_an_event_may_be_gone(loaded: Loaded, opened: bytes) -> None:
+    """The next event then seems to lie inside the damaged one."""
+    text = trace_of(*SOUND).replace(SOUND[4] + b",\n  ", b'{"ph": "X", "name": "op4", ' + opened)
+    for block_bytes in (1 << 20, 200):
+        trace = loaded(text, block_bytes=block_bytes)
+        assert kept(trace) == OTHERS
+        assert [(w.kind, w.count) for w in trace.warnings] == [("unreadable", 1)]
+
+
+@pytest.mark.parametrize(
+    "junk", [b"]", b"}", b"]]", b"x", b'"', b"[", b"{", b"\x0c", b":", b"null, ", b"NaN,"]
+)
+def test_junk_between_events_costs_nothing(loaded: Loaded, junk: bytes) -> None:
+    for text in (
+        trace_of(*SOUND).replace(SOUND[5], junk + SOUND[5]),
+        trace_of(*SOUND).replace(SOUND[5], SOUND[5] + junk),
+        trace_of(*SOUND).replace(SOUND[8], SOUND[8] + junk),
+        trace_of(*SOUND).replace(SOUND[0], junk + SOUND[0]),
+    ):
+        for block_bytes in (1 << 20, 200):
+            trace = loaded(text, block_bytes=block_bytes)
+            assert kept(trace) == ALL, text
+            assert trace.metadata["schemaVersion"] == 1
+
+
 @pytest.mark.parametrize("damage", [(b'"traceEvents"', b'"trac'), (b'{"schema', b'"schema'), (b"[", b" ")])
 def test_a_damaged_start_hides_no_event(loaded: Loaded, damage: tuple[bytes, bytes]) -> None:
     trace = loaded(trace_of(*SOUND).replace(*damage, 1))

@@ -26,6 +26,7 @@ _TRAILING = re.compile(r"trailing characters \(byte (\d+)\)")
 _AFTER_LIST = re.compile(rb'\s*(?:,\s*"|\}|\Z)')
 _NESTED = re.compile(rb'(?:"[^"\n]*"\s*:\s*\[?|\[\s*\[)\s*\Z')
 _LIST_START = re.compile(rb'"traceEvents"\s*:\s*\[\s*\Z')
+_UNCLOSED = re.compile(rb'[\s,]*(?:\Z|\]\s*(?:,\s*"|\}\s*\Z|\Z))')
 _LIST_END = re.compile(rb"[\s,]*\]")
 
 FAILURES = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
@@ -53,15 +54,30 @@ def last_boundary(text: bytes | bytearray, searched: int = 0) -> int:
     return -1
 
 
+def _trailing(error: Exception) -> int | None:
+    """Where something follows a value that is complete, if that is what the decoder complains of."""
+    found = _TRAILING.search(str(error))
+    return int(found.group(1)) - _COUNTED_TOO_FAR if found else None
+
+
+def _counted_too_far() -> int:
+    try:
+        msgspec.json.decode(b"1 x")
+    except msgspec.DecodeError as error:
+        found = _TRAILING.search(str(error))
+        if found:
+            return int(found.group(1)) - 2
+    return 1
+
+
+_COUNTED_TOO_FAR = _counted_too_far()
+"""msgspec 0.23 counts the first character behind the value in; asked once, in case that changes."""
+
+
 def list_end(text: bytes | bytearray | memoryview, error: Exception) -> int | None:
     """Where the list of events ends in `text`, if decoding failed only because something follows it."""
-    trailing = _TRAILING.search(str(error))
-    if trailing is None:
-        return None
-    end = int(trailing.group(1))
-    if not bytes(text[max(0, end - 512) : end]).rstrip(_SPACE).endswith(b"]"):
-        end -= 1  # the position counts the first character behind the list in
-    return end if _AFTER_LIST.match(text, end) else None
+    end = _trailing(error)
+    return end if end is not None and _AFTER_LIST.match(text, end) else None
 
 
 def first_event(text: bytes, decode_list: DecodeList) -> int | None:
@@ -158,7 +174,7 @@ class Recovery:
             return left
         except FAILURES as error:
             end = None
-            if _TRAILING.search(str(error)):
+            if _trailing(error) is not None:
                 end = list_end(b"[" + self._text[start + 1 :], error)
             position, index = _POSITION.search(str(error)), _INDEX.search(str(error))
         if end is not None:
@@ -208,7 +224,7 @@ class Recovery:
                 events = self._list(self._starts[candidate], self._ends[candidate])
             except FAILURES as error:
                 # The last event, perhaps, and behind it the end of the list.
-                if _TRAILING.search(str(error)) and self._sound_at(self._text, self._starts[candidate] + 1):
+                if _trailing(error) is not None and self._sound_at(self._text, self._starts[candidate] + 1):
                     return candidate
                 continue
             if _is_event(events):
@@ -217,7 +233,7 @@ class Recovery:
 
     def _mend(self, text: bytes, at_end: bool) -> None:
         """Take out of the text of one or more damaged events what can be read."""
-        starts = [match.start() for match in _START.finditer(text) if not _is_nested(text, match.start())]
+        starts = [match.start() for match in _START.finditer(text) if self._is_start(text, match.start())]
         at = 0
         taken = None
         for number, start in enumerate(starts):
@@ -242,6 +258,13 @@ class Recovery:
             self._notes.add("cut_off", "the file ends within an event: that event is lost")
         elif rest:
             self._note_gap(rest, first=False)
+
+    def _is_start(self, text: bytes, start: int) -> bool:
+        """Whether an event starts here: not inside another, or in one that is never closed behind it."""
+        if not _is_nested(text, start):
+            return True
+        sound = self._sound_at(text, start)
+        return sound is not None and _UNCLOSED.match(text, start + sound[1]) is not None
 
     def _note_gap(self, text: bytes, first: bool) -> None:
         if text.strip(_SEPARATORS):
@@ -282,15 +305,11 @@ class Recovery:
 
 
 def _value_length(text: memoryview) -> int | None:
-    """How long the sound JSON object is that the text starts with, with or without the space behind it."""
+    """How long the sound JSON value is that the text starts with, with the space behind it."""
     try:
         msgspec.json.decode(text, type=msgspec.Raw)
     except FAILURES as error:
-        trailing = _TRAILING.search(str(error))
-        if trailing is None:
-            return None
-        end = int(trailing.group(1))
-        return end if bytes(text[max(0, end - 512) : end]).rstrip(_SPACE).endswith(b"}") else end - 1
+        return _trailing(error)
     return len(text)
 
 
