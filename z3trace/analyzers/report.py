@@ -13,7 +13,7 @@ import z3trace
 from z3trace.analyzers import schemas
 from z3trace.analyzers.inputs import Run
 from z3trace.analyzers.pipeline import RankAnalysis, analyze_trace
-from z3trace.analyzers.ranks import transfer_times
+from z3trace.analyzers.ranks import join_ranks
 from z3trace.analyzers.steps import WindowKind
 from z3trace.analyzers.table import Table
 from z3trace.analyzers.trace import NULL
@@ -63,16 +63,18 @@ def analyze(
         )
         for position, trace in enumerate(run.traces)
     ]  # fmt: skip
-    transfers, rank_notes = transfer_times(ranks)
+    joined = join_ranks(ranks)
     rows: dict[str, list[dict[str, Any]]] = {schema.name: [] for schema in schemas.ALL}
-    for rank, transfer in zip(ranks, transfers, strict=True):
+    for rank, transfer in zip(ranks, joined.arrivals.transfer, strict=True):
         rows["whole_trace"] += rank.whole_trace_rows()
         rows["steps"] += rank.step_rows()
         rows["collectives"] += rank.collective_rows()
         rows["layers"] += rank.layer_rows()
         rows["gathers"] += rank.gather_rows(transfer)
         rows["idle"] += rank.idle_rows()
-    notes = [*run.notes, *_shared_notes(ranks), *rank_notes, *_missing_notes(ranks), *_not_yet(rows)]
+    rows["ranks"] = joined.rows()
+    rows["links"] = joined.link_rows()
+    notes = [*run.notes, *_shared_notes(ranks), *joined.notes(), *_missing_notes(ranks), *_not_yet(rows)]
     tables = {schema.name: Table(schema, rows[schema.name]) for schema in schemas.ALL}
     return Report(_about(run, ranks), tables, tuple(dict.fromkeys(notes)), tuple(ranks))
 
@@ -124,7 +126,7 @@ def _missing_notes(ranks: Sequence[RankAnalysis]) -> list[str]:
 
 
 def _not_yet(rows: Mapping[str, list[dict[str, Any]]]) -> list[str]:
-    empty = [name for name in ("ranks", "findings", "recommendations") if not rows[name]]
+    empty = [name for name in ("findings", "recommendations") if not rows[name]]
     return [f"not computed by this version: {', '.join(empty)}"] if empty else []
 
 

@@ -117,8 +117,29 @@ RANKS = Schema(
     "ranks",
     (
         Column("rank", "integer", "", "rank of the process in the job"),
-        Column("late_ns", "integer", "ns", "by how much the others waited for it, per step"),
-        Column("last_arrivals", "integer", "", "collectives at which it arrived last"),
+        Column(
+            "late_ns", "integer", "ns", "by how much it came after the others where it was last, per step"
+        ),
+        Column("last_arrivals", "integer", "", "collectives at which it arrived last, in the used steps"),
+        Column("joined_collectives", "integer", "", "collectives seen on other ranks too, in the used steps"),
+        Column("wait_ns", "integer", "ns", "in collectives, waiting for peers, per step"),
+        Column("exposed_wait_ns", "integer", "ns", "the part of it that no compute hides"),
+        Column("transfer_ns", "integer", "ns", "in collectives, transferring, per step"),
+        Column("caused_wait_ns", "integer", "ns", "exposed waiting for this rank, median over the others"),
+        Column("clock_skew_ns", "integer", "ns", "by how much its clock is ahead of the first rank's"),
+    ),
+)
+
+LINKS = Schema(
+    "links",
+    (
+        Column("group", "text", "", "process group; absent where the trace does not name it"),
+        Column("kind", "text", "", "all_gather, reduce_scatter or all_reduce"),
+        Column("world", "integer", "", "members of the group"),
+        Column("count", "integer", "", "transfers the fit rests on, all ranks and steps"),
+        Column("alpha_ns", "integer", "ns", "fixed time of one transfer, fitted"),
+        Column("bus_gb_per_s", "number", "GB/s", "bus bandwidth of the largest messages"),
+        Column("waits_known", "flag", "", "whether waiting for peers was taken out"),
     ),
 )
 
@@ -149,4 +170,4 @@ RECOMMENDATIONS = Schema(
     ),
 )
 
-ALL = (WHOLE_TRACE, STEPS, COLLECTIVES, LAYERS, GATHERS, IDLE, RANKS, FINDINGS, RECOMMENDATIONS)
+ALL = (WHOLE_TRACE, STEPS, COLLECTIVES, LAYERS, GATHERS, IDLE, RANKS, LINKS, FINDINGS, RECOMMENDATIONS)
