@@ -7,14 +7,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from z3trace.analyzers import intervals as iv
-from z3trace.analyzers.host import HostThreads, spans
+from z3trace.analyzers.host import HostThreads, nearest_ancestor, spans
+from z3trace.analyzers.kinds import kind_of_operator
 from z3trace.analyzers.trace import NULL, Trace
 
 Mask = NDArray[np.bool_]
 
 # NCCL and RCCL under all their kernel names, symmetric-memory kernels, and the custom all-reduces of vLLM.
 COMMUNICATION_KERNEL = re.compile(
-    r"nccl|rccl|symm_mem|multimem_|one_shot_all_reduce|two_shot_all_reduce|cross_device_reduce", re.IGNORECASE
+    r"nccl|rccl|oneccl|symm_mem|multimem_|one_shot_all_reduce|two_shot_all_reduce|cross_device_reduce",
+    re.IGNORECASE,
 )
 # Kernels of expert-parallel libraries that are communication but carry no collective's name.
 LIKELY_COMMUNICATION = re.compile(r"\b(deep_?ep|dpsk)::.*(dispatch|combine)|nvshmem", re.IGNORECASE)
@@ -113,7 +115,16 @@ def _device_activity(trace: Trace, kernels: Mask, memory: Mask, pattern: re.Patt
             f"{int(likely.sum())} kernels like {example[:60]!r} look like expert-parallel communication but "
             "are counted as compute; name them with --comm-kernels to count them as communication",
         )
-    before = _launched_before(trace, np.flatnonzero(kernels | memory))
+    copies = _collective_copies(trace, memory)
+    communication |= copies
+    memory = memory & ~copies
+    devices = {trace.lanes[lane].device for lane in np.unique(trace.lane[kernels | memory]) if lane >= 0}
+    if len(devices) > 1:
+        hints += (
+            f"one process uses {len(devices)} devices: times are unions over all of them, and a device is idle "
+            "only when all are",
+        )
+    before = _launched_before(trace, np.flatnonzero(kernels | memory | copies))
     if len(before):
         hints += (
             f"{len(before)} device activities were launched before the recording began: "
@@ -133,6 +144,17 @@ def _device_activity(trace: Trace, kernels: Mask, memory: Mask, pattern: re.Patt
         before,
         hints,
     )
+
+
+def _collective_copies(trace: Trace, memory: Mask) -> Mask:
+    """Copies between devices that a collective launched: copy engines instead of kernels moved its data."""
+    between = memory & trace.named(lambda name: "ptop" in name.lower() or "peertopeer" in name.lower())
+    rows = np.flatnonzero(between & (trace.launches >= 0))
+    issues = trace.named(lambda name: kind_of_operator(name) is not None or name == "record_param_comms")
+    around = nearest_ancestor(trace, trace.launches[rows].astype(np.int64), issues)
+    mask = np.zeros(len(trace), np.bool_)
+    mask[rows[around >= 0]] = True
+    return mask
 
 
 def _launched_before(trace: Trace, rows: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -42,15 +42,6 @@ _OPERATORS = {
     "dc::reduce_grad": "reduce_scatter",
 }
 
-GLOO_SPAN_OF_OPERATOR = {
-    "all_gather": "gloo:all_gather",
-    "reduce_scatter": "gloo:all_reduce",  # gloo reduces the whole tensor and keeps a slice
-    "all_reduce": "gloo:all_reduce",
-    "all_to_all": "gloo:all_to_all",
-    "broadcast": "gloo:broadcast",
-    "barrier": "gloo:barrier",
-}
-
 # The width of an element in bytes, by the names of NCCL's `dtype`, of `Input type`, and of torch.
 DTYPE_BYTES = {
     name: width
@@ -82,12 +73,20 @@ _BY_SQUASHED_NAME = (
 
 def kind_of_operator(name: str) -> str | None:
     """The kind of collective a host operator issues; None when it issues none."""
+    if name.startswith("symm_mem::"):
+        kind = _by_parts(name.removeprefix("symm_mem::"))
+        return None if kind in ("other", "barrier") else kind
     return _OPERATORS.get(name)
 
 
 def _by_parts(name: str) -> str:
     squashed = _SQUASH.sub("", name.lower())
     return next((kind for part, kind in _BY_SQUASHED_NAME if part in squashed), "other")
+
+
+def is_collective_name(name: str | None) -> bool:
+    """Whether NCCL's `Collective name` is one: waiting and the edges of a coalesced group carry one, too."""
+    return name is not None and name != "wait" and "coalescing" not in name.lower()
 
 
 def kind_of_collective_name(name: str) -> str:

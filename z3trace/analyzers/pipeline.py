@@ -50,7 +50,7 @@ class RankAnalysis:
         """What a reader has to know about this trace's numbers."""
         return [
             self.activity.definition, *self.activity.hints, *self.steps.notes, *self.phases.notes,
-            *self.attribution.notes,
+            *self.collectives.notes, *self.attribution.notes,
         ]  # fmt: skip
 
     @cached_property
@@ -109,16 +109,19 @@ class RankAnalysis:
         return None if (picked == NULL).any() else int(picked.sum())
 
     def collective_rows(self) -> list[dict[str, Any]]:
-        groups: dict[tuple[int | None, str, str], list[int]] = defaultdict(list)
-        for k in range(len(self.collectives)):
-            groups[self.step_number(k), self.placement.phase[k], self.collectives.kind[k]].append(k)
+        found = self.collectives
+        groups: dict[tuple[int | None, str, str, str | None, int | None], list[int]] = defaultdict(list)
+        for k in range(len(found)):
+            where = (self.step_number(k), self.placement.phase[k], found.kind[k])
+            group = (found.group[k], known(found.world[k]))
+            groups[where + group].append(k)
         return [
             {
-                "rank": self.rank, "step": step, "phase": phase, "kind": kind, "count": len(members),
-                "bytes": self._sum(members, self.collectives.bytes),
+                "rank": self.rank, "step": step, "phase": phase, "kind": kind, "group": group,
+                "world": world, "count": len(members), "bytes": self._sum(members, found.bytes),
                 "exposed_ns": self._sum(members, self.exposed_ns),
             }
-            for (step, phase, kind), members in groups.items()
+            for (step, phase, kind, group, world), members in groups.items()
         ]  # fmt: skip
 
     def layer_rows(self) -> list[dict[str, Any]]:
@@ -172,7 +175,8 @@ class RankAnalysis:
     def idle(self) -> IdleSplits:
         """All idle time from the first step's start to the last step's end, cut twice."""
         windows = self.steps.steps
-        start, end = (windows[0].start, max(s.end for s in windows)) if windows else (0, 0)
+        start = min((s.start for s in windows), default=0)
+        end = max((s.end for s in windows), default=0)
         timeline = host_timeline(self.trace, self.threads)
         return split_idle(self.trace, self.activity, timeline, start, end)
 
@@ -204,7 +208,8 @@ class RankAnalysis:
                 "micro_batch": int(self.placement.micro_batch[k]), "issued_phase": self.placement.phase[k],
                 "issued_in": owner.issued_in, "used_phase": owner.used_phase, "used_in": owner.used_in,
                 "unit": owner.unit, "parameters": list(owner.parameters) if owner.parameters else None,
-                "reason": owner.reason, "bytes": known(self.collectives.bytes[k]),
+                "reason": owner.reason, "group": self.collectives.group[k],
+                "world": known(self.collectives.world[k]), "bytes": known(self.collectives.bytes[k]),
                 "early_ns": self._early(k), "again_after_ns": again.get(k),
                 "start_ns": start if start is not None else int(self.collectives.issue_ns[k]),
                 "end_ns": end, "exposed_ns": known(self.exposed_ns[k]), "transfer_ns": moved,
@@ -250,7 +255,7 @@ def analyze_trace(
     activity = find_activity(trace, threads, communication_pattern)
     steps = find_steps(trace, threads, activity, window)
     phases = find_phases(trace, threads, steps)
-    collectives = find_collectives(trace, threads, activity)
+    collectives = find_collectives(trace, activity)
     if framework_of(trace) == "z3trace":
         collectives = replace(collectives, kind=kinds_by_label(collectives, chains(trace, collectives)))
     placement = place(collectives, steps, phases)

@@ -10,6 +10,13 @@ def _rank_step() -> tuple[Column, ...]:
     )
 
 
+def _group() -> tuple[Column, ...]:
+    return (
+        Column("group", "text", "", "name of the process group; absent where the backend does not tell"),
+        Column("world", "integer", "", "ranks in the group"),
+    )
+
+
 def _anatomy() -> tuple[Column, ...]:
     return (
         Column("compute_ns", "integer", "ns", "union of compute activity"),
@@ -52,6 +59,7 @@ COLLECTIVES = Schema(
         *_rank_step(),
         Column("phase", "text", "", "forward, backward, optimizer or other: where it was issued"),
         Column("kind", "text", "", "all_gather, reduce_scatter, all_reduce, ..."),
+        *_group(),
         Column("count", "integer", "", "collectives issued"),
         Column("bytes", "integer", "bytes", "all-gather: output; reduce-scatter: input; others: message"),
         Column("exposed_ns", "integer", "ns", "time in them that no compute hides, each ns owned once"),
@@ -84,6 +92,7 @@ GATHERS = Schema(
         Column("unit", "text", "", "module whose parameters it fetches"),
         Column("parameters", "list", "", "names of the parameters in it"),
         Column("reason", "text", "", "demand, prefetch, post_step or recompute"),
+        *_group(),
         Column("bytes", "integer", "bytes", "output bytes"),
         Column("early_ns", "integer", "ns", "of a prefetch: from its end to its first use; negative: late"),
         Column(

@@ -107,18 +107,19 @@ def _device_windows(trace: Trace, activity: Activity, marks: list[tuple[int, int
     launches = trace.launches[rows]
     launched = launches >= 0
     rows, launch_times = rows[launched], trace.ts[launches[launched]]
-    starts: list[int | None] = []
-    last_end: int | None = None
-    for start, end in marks:
-        own = rows[(launch_times >= start) & (launch_times < end)]
-        starts.append(int(trace.ts[own].min()) if len(own) else None)
-        last_end = int(trace.end[own].max()) if len(own) else None
-    windows = []
-    for k, (start, end) in enumerate(marks):
+    own = [rows[(launch_times >= start) & (launch_times < end)] for start, end in marks]
+    starts = [int(trace.ts[launched].min()) if len(launched) else None for launched in own]
+    windows: list[tuple[int, int]] = []
+    for k, (mark_start, mark_end) in enumerate(marks):
         first = starts[k]
         if first is None:
-            windows.append((start, end))
+            # A step that launched nothing has its mark, as far as the step before leaves it.
+            begin = max(mark_start, windows[-1][1]) if windows else mark_start
+            windows.append((begin, max(begin, mark_end)))
             continue
-        following = starts[k + 1] if k + 1 < len(marks) else last_end
-        windows.append((first, max(first, following if following is not None else end)))
+        later = next((start for start in starts[k + 1 :] if start is not None), None)
+        end = int(trace.end[own[k]].max())
+        if later is not None:
+            end = later if starts[k + 1] is not None else min(end, later)
+        windows.append((first, max(first, end)))
     return windows
