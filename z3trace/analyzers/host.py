@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from z3trace.analyzers.errors import TraceError
 from z3trace.analyzers.trace import Trace
 
 Rows = NDArray[np.int64]
@@ -52,13 +53,22 @@ def host_spans(trace: Trace, named: Callable[[str], bool]) -> Rows:
 
 
 def find_threads(trace: Trace) -> HostThreads:
-    """The threads of the training. `main` is -1 when the trace has no host activity."""
+    """The threads of the training. `main` is -1 when the trace has no host activity.
+
+    Raises TraceError when several processes train in one file, as in merged traces of several ranks.
+    """
     lanes = trace.lane
     gloo_rows = host_spans(trace, lambda name: name.startswith("gloo:"))
     operators = np.flatnonzero(spans(trace) & trace.is_cat("cpu_op"))
     issuing = set(lanes[host_spans(trace, lambda name: name.startswith("c10d::"))].tolist())
     marks = host_spans(trace, is_step_mark)
     marked = set(lanes[marks].tolist())
+    trainers = {trace.lanes[lane].process for lane in (marked or issuing) if lane >= 0}
+    if len(trainers) > 1:
+        raise TraceError(
+            f"{trace.path}: {len(trainers)} processes train in this one file (merged ranks?): "
+            "give the file of each rank by itself"
+        )
     workers = {
         lane
         for lane in set(lanes[gloo_rows].tolist())

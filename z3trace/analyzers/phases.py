@@ -2,7 +2,7 @@
 
 Backward is where autograd nodes run, on whatever thread. Between two backwards lies a forward, or, where the
 optimizer steps in between, first the optimizer and then, from the next step mark or the next recorded
-forward operator on, a forward.
+forward operator on, a forward. A mark that lies before the optimizer's step does not end it.
 """
 
 from dataclasses import dataclass
@@ -10,13 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from z3trace.analyzers.host import AUTOGRAD_NODE, HostThreads, host_spans, nearest_ancestor
+from z3trace.analyzers.host import HostThreads
+from z3trace.analyzers.passes import Backward, backward_passes, optimizer_steps
 from z3trace.analyzers.steps import Steps
 from z3trace.analyzers.trace import Trace
 
 FORWARD, BACKWARD, OPTIMIZER, OTHER = "forward", "backward", "optimizer", "other"
 NAMES = (FORWARD, BACKWARD, OPTIMIZER, OTHER)
-_EPILOGUES = ("FSDP::root_post_backward_callback", "FullyShardedDataParallel._post_backward_final_callback")
+_BEGINNING, _NEVER = int(np.iinfo(np.int64).min), int(np.iinfo(np.int64).max)
+Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -26,13 +28,13 @@ class Phases:
     `settled`: for a segment after a backward the instant (ns) until which leftovers of that backward may run.
     """
 
-    starts: NDArray[np.int64]
+    starts: Integers
     codes: NDArray[np.int8]
-    micro_batches: NDArray[np.int64]
-    settled: NDArray[np.int64]
+    micro_batches: Integers
+    settled: Integers
     notes: tuple[str, ...] = ()
 
-    def at(self, times: NDArray[np.int64]) -> tuple[NDArray[np.int8], NDArray[np.int64]]:
+    def at(self, times: Integers) -> tuple[NDArray[np.int8], Integers]:
         """(phase code, micro-batch index) at each instant; OTHER and 0 before the first segment."""
         if not len(self.starts):
             return np.full(len(times), NAMES.index(OTHER), np.int8), np.zeros(len(times), np.int64)
@@ -44,51 +46,91 @@ class Phases:
 
     def intervals(self, phase: str) -> list[tuple[int, int]]:
         """The segments of one phase as (start, end); the last segment of the trace has no end and is open."""
-        ends = np.concatenate((self.starts[1:], [np.iinfo(np.int64).max]))
+        ends = np.concatenate((self.starts[1:], [_NEVER]))
         own = self.codes == NAMES.index(phase)
         return list(zip(self.starts[own].tolist(), ends[own].tolist(), strict=True))
 
 
 def find_phases(trace: Trace, threads: HostThreads, steps: Steps) -> Phases:
     """Cut the trace's time into phases."""
-    backwards = _backward_runs(trace)
-    optimizer = _optimizer_steps(trace, threads)
+    backwards = backward_passes(trace)
+    optimizer = optimizer_steps(trace, threads)
     marks = [(s.mark_start, s.mark_end) for s in steps.steps]
     if not backwards and not len(optimizer) and not marks:
         return Phases(
             np.empty(0, np.int64), np.empty(0, np.int8), np.empty(0, np.int64), np.empty(0, np.int64),
             ("no autograd, optimizer or step events: phases are unknown",),
         )  # fmt: skip
-    cuts: list[tuple[int, str]] = []
+    cuts: dict[int, str] = {}
     settled: dict[int, int] = {}
-    first = min([b[0] for b in backwards] + [m[0] for m in marks] + optimizer[:1, 0].tolist())
+    first = min([b.start for b in backwards] + [m[0] for m in marks] + optimizer[:1, 0].tolist())
     if not marks or first < marks[0][0]:
-        cuts.append((int(np.iinfo(np.int64).min), FORWARD))
-    cuts += [(start, FORWARD) for start, _ in marks]
+        cuts[_BEGINNING] = FORWARD
+    cuts |= dict.fromkeys((start for start, _ in marks), FORWARD)
     if marks:
-        cuts.append((marks[-1][1], OTHER))
-    for k, (start, end, forward_resumes) in enumerate(backwards):
-        cuts.append((start, BACKWARD))
-        following = backwards[k + 1][0] if k + 1 < len(backwards) else int(np.iinfo(np.int64).max)
-        mark_end = next((m[1] for m in marks if m[0] <= start < m[1]), following)
-        limit = min(following, mark_end)
-        steps_here = (optimizer[:, 0] >= start) & (optimizer[:, 0] < limit)
-        last_of_step = limit < following or k + 1 == len(backwards)
-        resumes = [t for t in (forward_resumes, *optimizer[steps_here, 0].tolist()) if t is not None]
-        settled[end] = min([limit, *resumes])
-        if steps_here.any() or last_of_step:
-            cuts.append((end, OPTIMIZER))
-            done = int(optimizer[steps_here, 1].max()) if steps_here.any() else end
-            if limit == following and forward_resumes is not None and forward_resumes > done:
-                cuts.append((forward_resumes, FORWARD))
-        else:
-            cuts.append((end, FORWARD))
+        cuts[marks[-1][1]] = OTHER
+    edges = np.unique(np.array(marks, np.int64).ravel())
+    for start, end in _elsewhere(optimizer, backwards):
+        cuts[start] = OPTIMIZER
+        cuts.setdefault(end, FORWARD)
+    for k, backward in enumerate(backwards):
+        following = backwards[k + 1].start if k + 1 < len(backwards) else _NEVER
+        _after_backward(backward, following, optimizer, edges, cuts, settled)
     return _segments(cuts, marks, settled)
 
 
-def _segments(cuts: list[tuple[int, str]], marks: list[tuple[int, int]], settled: dict[int, int]) -> Phases:
+def _elsewhere(optimizer: Integers, backwards: list[Backward]) -> list[tuple[int, int]]:
+    """The optimizer's steps that do not follow a backward: before the first one, or after a forward began."""
+    starts = np.array([b.start for b in backwards], np.int64)
+    resumes = np.array([_NEVER if b.resumes is None else b.resumes for b in backwards], np.int64)
+    latest = np.searchsorted(starts, optimizer[:, 0], side="right") - 1
+    return [
+        (int(start), int(end))
+        for (start, end), k in zip(optimizer, latest, strict=True)
+        if k < 0 or start >= resumes[k]
+    ]
+
+
+def _after_backward(
+    backward: Backward,
+    following: int,
+    optimizer: Integers,
+    edges: Integers,
+    cuts: dict[int, str],
+    settled: dict[int, int],
+) -> None:
+    """Cut the time from one backward to the next; `edges` are the starts and ends of step marks."""
+    resumes = backward.resumes if backward.resumes is not None else _NEVER
+    first, last = np.searchsorted(optimizer[:, 0], (backward.start, min(following, resumes)))
+    own = optimizer[first:last]
+    done = max(int(own[:, 1].max()), backward.end) if len(own) else backward.end
+    edge, edge_after = _next(edges, backward.end), _next(edges, done)
+    settled[backward.end] = min([following, edge, resumes, *own[:1, 0].tolist()])
     # At one instant the later-added cut holds: a backward over the mark that it begins.
-    ordered = sorted(dict(cuts).items())
+    cuts[backward.start] = BACKWARD
+    passed = edges[np.searchsorted(edges, backward.start, side="right") : np.searchsorted(edges, done)]
+    for time in passed.tolist():
+        cuts.pop(time, None)
+    if not len(own):
+        forward_follows = edge >= following != _NEVER
+        cuts[backward.end] = FORWARD if forward_follows else OTHER if len(optimizer) else OPTIMIZER
+        return
+    cuts[backward.end] = OPTIMIZER
+    if edge < done or edge_after >= following:
+        # No mark says where the next forward begins: it does where it shows, or right after the optimizer.
+        if resumes < edge_after:
+            cuts[max(done, resumes)] = FORWARD
+        elif following != _NEVER or edge < done:
+            cuts[done] = FORWARD
+
+
+def _next(edges: Integers, time: int) -> int:
+    index = int(np.searchsorted(edges, time))
+    return int(edges[index]) if index < len(edges) else _NEVER
+
+
+def _segments(cuts: dict[int, str], marks: list[tuple[int, int]], settled: dict[int, int]) -> Phases:
+    ordered = sorted(cuts.items())
     starts = np.array([t for t, _ in ordered], np.int64)
     codes = np.array([NAMES.index(name) for _, name in ordered], np.int8)
     mark_starts = np.array([m[0] for m in marks], np.int64)
@@ -96,8 +138,8 @@ def _segments(cuts: list[tuple[int, str]], marks: list[tuple[int, int]], settled
     step_of = np.searchsorted(mark_starts, starts, side="right")
     # A forward belongs to the backward that follows it: count the backwards of the step that came before.
     before = np.cumsum(begins) - begins
-    first_of_step = np.array([before[np.flatnonzero(step_of == s)[0]] for s in step_of], np.int64)
-    micro = before - first_of_step
+    _, first_of_step, step_index = np.unique(step_of, return_index=True, return_inverse=True)
+    micro = before - before[first_of_step][step_index]
     if not marks:
         ends_of_step = codes == NAMES.index(OPTIMIZER)
         base = np.maximum.accumulate(np.where(ends_of_step, before, 0))
@@ -105,42 +147,3 @@ def _segments(cuts: list[tuple[int, str]], marks: list[tuple[int, int]], settled
     micro = np.where(codes == NAMES.index(OPTIMIZER), 0, micro)
     until = np.array([settled.get(t, t) for t, _ in ordered], np.int64)
     return Phases(starts, codes, micro, until)
-
-
-def _optimizer_steps(trace: Trace, threads: HostThreads) -> NDArray[np.int64]:
-    rows = host_spans(trace, lambda name: name.startswith("Optimizer.step#"))
-    rows = rows[trace.lane[rows] == threads.main]
-    rows = rows[np.argsort(trace.ts[rows], kind="stable")]
-    return np.column_stack((trace.ts[rows], trace.end[rows])).astype(np.int64)
-
-
-def _backward_runs(trace: Trace) -> list[tuple[int, int, int | None]]:
-    """Each backward pass as (start, end, start of the next recorded forward operator if known)."""
-    nodes = host_spans(trace, lambda name: name.startswith(AUTOGRAD_NODE))
-    if not len(nodes):
-        return []
-    is_node = np.zeros(len(trace), np.bool_)
-    is_node[nodes] = True
-    nodes = nodes[nearest_ancestor(trace, nodes, is_node) < 0]
-    forwards = np.unique(trace.forward_of[nodes]).astype(np.int64)
-    forwards = forwards[forwards >= 0]
-    forwards = forwards[nearest_ancestor(trace, forwards, is_node, or_self=True) < 0]
-    times = np.concatenate((trace.ts[nodes], trace.ts[forwards]))
-    ends = np.concatenate((trace.end[nodes], trace.ts[forwards]))
-    backward = np.concatenate((np.ones(len(nodes), np.bool_), np.zeros(len(forwards), np.bool_)))
-    order = np.argsort(times, kind="stable")
-    times, ends, backward = times[order], ends[order], backward[order]
-    begins = np.flatnonzero(backward & np.concatenate(([True], ~backward[:-1])))
-    epilogue_rows = host_spans(trace, lambda name: name.startswith(_EPILOGUES))
-    epilogues = sorted(zip(trace.ts[epilogue_rows].tolist(), trace.end[epilogue_rows].tolist(), strict=True))
-    runs: list[tuple[int, int, int | None]] = []
-    for k, begin in enumerate(begins):
-        stop = begins[k + 1] if k + 1 < len(begins) else len(times)
-        inside = backward[begin:stop]
-        end = int(ends[begin:stop][inside].max())
-        after = times[begin:stop][~inside]
-        resumes = int(after.min()) if len(after) else None
-        limit = resumes if resumes is not None else int(np.iinfo(np.int64).max)
-        end = max([end, *(e for s, e in epilogues if times[begin] <= s < limit)])
-        runs.append((int(times[begin]), end, resumes))
-    return runs

@@ -8,6 +8,7 @@ import numpy as np
 
 from z3trace.analyzers.activity import Activity
 from z3trace.analyzers.host import HostThreads, host_spans, is_step_mark
+from z3trace.analyzers.passes import backward_passes, optimizer_steps
 from z3trace.analyzers.trace import NULL, Trace
 
 WindowKind = Literal["device", "host"]
@@ -49,20 +50,18 @@ class Steps:
 def find_steps(
     trace: Trace, threads: HostThreads, activity: Activity, window: WindowKind = "device"
 ) -> Steps:
-    """The steps of a trace from its ProfilerStep marks; without marks from the optimizer's steps.
+    """The steps of a trace from its ProfilerStep marks; without marks from the optimizer's steps or, without
+    those, from the backward passes.
 
     `window="device"` measures a step from the first device activity launched inside its mark to the first
     launched inside the next mark; `"host"` takes the mark itself. A CPU trace always has the mark.
     """
     marks, notes = _marks(trace), []
     if not marks:
-        marks = _from_optimizer(trace, threads)
-        if marks:
-            notes.append(
-                "no ProfilerStep marks: steps are taken from the ends of the optimizer's steps, numbered from 0"
-            )
+        marks, how = _inferred(trace, threads)
+        notes.append(how)
     if not marks:
-        return Steps((), ("no step marks and no optimizer steps: totals are given for the whole trace only",))
+        return Steps((), tuple(notes))
     windows = [(start, end) for _, start, end in marks]
     if activity.on_device and window == "device":
         windows = _device_windows(trace, activity, windows)
@@ -94,12 +93,25 @@ def _marks(trace: Trace) -> list[tuple[int, int, int]]:
     ]
 
 
-def _from_optimizer(trace: Trace, threads: HostThreads) -> list[tuple[int, int, int]]:
-    rows = host_spans(trace, lambda name: name.startswith("Optimizer.step#"))
-    rows = rows[trace.lane[rows] == threads.main]
-    rows = rows[trace.parents[rows] < 0] if len(rows) else rows
-    ends = np.sort(trace.end[rows])
-    return [(k, start, end) for k, (start, end) in enumerate(pairwise(ends.tolist()))]
+def _inferred(trace: Trace, threads: HostThreads) -> tuple[list[tuple[int, int, int]], str]:
+    """Steps of a trace without marks, and how they were found."""
+    starts = np.array([b.start for b in backward_passes(trace)], np.int64)
+    ends = optimizer_steps(trace, threads)[:, 1]
+    how = "no ProfilerStep marks: steps are taken from the ends of the optimizer's steps, numbered from 0"
+    if len(ends):
+        # Calls of optimizers with no backward in between belong to one step.
+        passed = np.searchsorted(starts, ends)
+        last_of_step = np.append(passed[1:] != passed[:-1], True) if len(starts) else np.ones(len(ends), bool)
+        ends = ends[last_of_step]
+    else:
+        ends = np.array([b.end for b in backward_passes(trace)], np.int64)
+        how = (
+            "no ProfilerStep marks and no optimizer steps: steps are taken from the ends of the backward passes, "
+            "numbered from 0 (with gradient accumulation these are micro-batches)"
+        )
+    if len(ends) < 2:
+        return [], "no step marks and no repeated optimizer steps: totals are given for the whole trace only"
+    return [(k, start, end) for k, (start, end) in enumerate(pairwise(ends.tolist()))], how
 
 
 def _device_windows(trace: Trace, activity: Activity, marks: list[tuple[int, int]]) -> list[tuple[int, int]]:
