@@ -233,6 +233,20 @@ def test_causes_of_idle_time(writer):
     assert "sync_stream" not in states, "the device was busy while the host was blocked"
 
 
+def test_a_slow_launch_is_the_host_s_not_the_device_s(writer):
+    """Launches differ in how long they take; only one that came before the gap was in time."""
+    writer.mark(0, 0, 100 * US)
+    writer.host("aten::x", 0, 90 * US)
+    writer.kernel("a", 1 * US, 3 * US, 10 * US)  # the fastest launch: 2 us
+    writer.kernel("b", 15 * US, 27 * US, 40 * US)  # took 12 us, but came when the device was idle already
+    writer.kernel("c", 30 * US, 60 * US, 100 * US)  # was there while b ran
+    trace = writer.load()
+    threads, activity, _ = stages(trace)
+    splits = split_idle(trace, activity, host_timeline(trace, threads), 0, 100 * US)
+    causes = {total.name: total.ns for total in totals(trace, splits.cause, 0, 100 * US)}
+    assert causes == {"host_dispatch": (3 + 17) * US, "device_gap": 20 * US}
+
+
 events = st.lists(
     st.tuples(
         st.sampled_from(["compute", "comm", "copy", "host", "sync", "node", "gloo"]),

@@ -22,8 +22,6 @@ Integers = NDArray[np.int64]
 # Names of pieces by code: the host's states, then what only a cause can be.
 NAMES = (*STATES, "device_gap", "end_of_trace")
 _DEVICE_GAP, _END_OF_TRACE = NAMES.index("device_gap"), NAMES.index("end_of_trace")
-# A start later than the fastest launch of the trace by more than this waited for something on the device.
-LAUNCH_TOLERANCE_NS = 2_000
 _BLOCKING_CODES = [STATES.index(name) for name in BLOCKING]
 _DIRECT_CODES = [*_BLOCKING_CODES, STATES.index("host_dataloader")]
 
@@ -89,7 +87,10 @@ def _causes(trace: Trace, activity: Activity, timeline: Timeline, gaps: iv.Array
     if len(ended):
         bounds = np.column_stack((first[ended], last[ended])).ravel()
         shortest[ended] = np.minimum.reduceat(np.append(delays, never), bounds)[::2]
-    in_time = ~nothing_follows & (last > first) & (shortest - LAUNCH_TOLERANCE_NS > fastest)
+    # Launched in time: it could have started, as fast as the fastest launch of the trace, before the gap began.
+    # An operation without a launch was launched before the recording began.
+    launched = gaps[:, 1] - np.where(shortest < never, shortest, 0)
+    in_time = (last > first) & ((shortest == never) | (launched + fastest <= gaps[:, 0]))
     own = nothing_follows | in_time
     whole = Pieces(
         gaps[own, 0],
