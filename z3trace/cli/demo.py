@@ -46,8 +46,8 @@ def demo(options: Options, world: int, dim: int, output: Path | None, force: boo
     from rich.console import Console
 
     from z3trace.analyzers import analyze, open_run
-    from z3trace.demo.compare import LAYOUTS, record_layouts, time_layouts
-    from z3trace.recording.place import claim, name_run
+    from z3trace.demo.compare import record_layouts, time_layouts
+    from z3trace.recording.place import name_run
     from z3trace.recording.summary import shown_path
     from z3trace.reporting.comparison import print_comparison
 
@@ -55,10 +55,8 @@ def demo(options: Options, world: int, dim: int, output: Path | None, force: boo
     console = Console()
     progress = Console(stderr=True, quiet=options.verbosity < 0)
     directory = (output or name_run("demo")).absolute()
-    for name in LAYOUTS:
-        claim(directory / name, force=force)
     arguments = ["--dim", str(dim)]
-    runs = record_layouts(directory, world, arguments, progress)
+    runs = record_layouts(directory, world, arguments, progress, force=force)
     step_ms = time_layouts(world, arguments, progress)
     with progress.status("reading the traces"):
         reports = {name: analyze(open_run([run])) for name, run in runs.items()}

@@ -14,7 +14,9 @@ from rich.console import Console
 from z3trace.errors import UserError
 from z3trace.recording.elastic import log_file, run_ranks
 from z3trace.recording.launch import Ending, launch
+from z3trace.recording.place import claim
 from z3trace.recording.program import Program
+from z3trace.recording.rundir import RunDirectory
 from z3trace.recording.settings import RecordSettings
 
 # What each layout gathers at once: every module that owns parameters, or a whole transformer block.
@@ -23,20 +25,32 @@ SCRIPT = Path(__file__).with_name("train.py")
 LINES_OF_A_FAILURE = 15
 
 
-def record_layouts(directory: Path, ranks: int, arguments: list[str], console: Console) -> dict[str, Path]:
-    """One recorded run for each layout, in `directory`. Raises UserError when a training fails."""
-    runs = {}
-    for name, unit in LAYOUTS.items():
-        settings = RecordSettings(directory / name, skip=5, warmup=2, steps=8, command=("z3trace", "demo"))
-        program = Program(str(SCRIPT), ("--unit", unit, "--steps", str(settings.needed + 2), *arguments))
-        with _logged(console, f"{name}: train and record on {ranks} ranks") as logs:
-            ending = launch(settings, program, ranks, logs=logs)
-            if ending.stopped_by is not None:
-                raise KeyboardInterrupt
-            if ending.exit_code != 0 or ending.deaths:
-                raise _failure(name, ending, logs, console)
-        runs[name] = settings.directory
+def record_layouts(
+    directory: Path, ranks: int, arguments: list[str], console: Console, *, force: bool = False
+) -> dict[str, Path]:
+    """One recorded run for each layout, in `directory`.
+
+    Raises UserError when runs are there already, unless forced, and when a training fails.
+    """
+    runs = {name: claim(directory / name, force=force) for name in LAYOUTS}
+    try:
+        for name, run in runs.items():
+            _record(name, run, ranks, arguments, console)
+    finally:
+        for run in runs.values():
+            RunDirectory(run).merge({})  # gives up those that came to nothing
     return runs
+
+
+def _record(name: str, run: Path, ranks: int, arguments: list[str], console: Console) -> None:
+    settings = RecordSettings(run, skip=5, warmup=2, steps=8, command=("z3trace", "demo"))
+    options = ("--unit", LAYOUTS[name], "--steps", str(settings.needed + 2), *arguments)
+    with _logged(console, f"{name}: train and record on {ranks} ranks") as logs:
+        ending = launch(settings, Program(str(SCRIPT), options), ranks, logs=logs)
+        if ending.stopped_by is not None:
+            raise KeyboardInterrupt
+        if ending.exit_code != 0 or ending.deaths:
+            raise _failure(name, ending, logs, console)
 
 
 def time_layouts(ranks: int, arguments: list[str], console: Console) -> dict[str, float]:

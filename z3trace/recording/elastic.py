@@ -34,7 +34,9 @@ def run_ranks(
     if ranks > 1:  # as torchrun does: the ranks share the cores
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     if not verbose:  # failures are told by whoever called us
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        for name in logging.root.manager.loggerDict:  # some of them have a level of their own
+            if name.startswith("torch.distributed.elastic"):
+                logging.getLogger(name).setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="z3trace-") as scratch:
         config = LaunchConfig(
             min_nodes=1,

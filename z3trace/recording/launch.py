@@ -17,7 +17,6 @@ from z3trace.recording.rundir import RankReport, RunDirectory
 from z3trace.recording.settings import RecordSettings
 
 WORKER = "z3trace.recording.worker"
-# A terminated rank was stopped because of another one, so it is never the cause.
 TERMINATED = 128 + signal.SIGTERM
 
 
@@ -54,34 +53,35 @@ def launch(settings: RecordSettings, program: Program, ranks: int, *, logs: Path
         job = run_ranks(arguments, ranks, logs=logs, verbose=settings.verbosity > 0)
     reports = tuple(directory.reports())
     ended = {report.rank for report in reports if report.ended_ns is not None}
-    deaths = {
-        rank: _death(job.failures[rank])
-        if rank in job.failures
-        else "stopped because another rank had failed"
-        for rank in range(ranks)
-        if rank not in ended
-    }
+    deaths = {rank: _death(rank, job.failures) for rank in range(ranks) if rank not in ended}
     directory.merge(deaths)
-    code = _exit_code(reports, job.failures) if job.stopped_by is None else 128 + job.stopped_by
+    code = exit_code(reports, job.failures) if job.stopped_by is None else 128 + job.stopped_by
     return Ending(code, reports, deaths, job.stopped_by)
+
+
+def exit_code(reports: Sequence[RankReport], failures: Mapping[int, int]) -> int:
+    """The exit code of the rank that failed first, as its script meant it; torch's launcher knows only 1.
+
+    `failures` are the exit codes of the processes that the launcher found failed, negative for a signal. A
+    rank that died without a complete report comes before those that could still report, because they failed
+    when they missed it; one that SIGTERM ended was stopped for the sake of another.
+    """
+    ended = {report.rank: report for report in reports if report.ended_ns is not None}
+    dead = [128 - code if code < 0 else code for rank, code in sorted(failures.items()) if rank not in ended]
+    in_order = sorted(ended.values(), key=lambda report: report.ended_ns or 0)
+    codes = dead + [report.exit_code for report in in_order if report.exit_code]
+    return next((code for code in codes if code != TERMINATED), codes[0] if codes else 0)
 
 
 def _worker_arguments(settings: RecordSettings, program: Program) -> list[str]:
     return ["-m", WORKER, settings.to_json(), *program.to_argv()]
 
 
-def _exit_code(reports: Sequence[RankReport], failures: Mapping[int, int]) -> int:
-    """The exit code of the rank that failed first, as its script meant it; torch's launcher knows only 1."""
-    ended = {report.rank: report for report in reports if report.ended_ns is not None}
-    for rank, code in sorted(failures.items()):
-        if rank not in ended:  # died without a word: the others failed because of it
-            return 128 - code if code < 0 else code
-    in_order = sorted(ended.values(), key=lambda report: report.ended_ns or 0)
-    failed = [report.exit_code for report in in_order if report.exit_code]
-    return next((code for code in failed if code != TERMINATED), failed[0] if failed else 0)
-
-
-def _death(code: int) -> str:
+def _death(rank: int, failures: Mapping[int, int]) -> str:
+    others = [code for other, code in failures.items() if other != rank and code != -signal.SIGTERM]
+    code = failures.get(rank)
+    if code is None or (code == -signal.SIGTERM and others):
+        return "stopped because another rank had failed"
     if code >= 0:
         return f"ended with exit code {code} before its recording could be closed"
     with contextlib.suppress(ValueError):
