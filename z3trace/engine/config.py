@@ -62,7 +62,7 @@ class ZeroConfig:
     dead: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The resolved configuration in the shape in which it is written."""
+        """The resolved configuration in JSON's types, defaults included; `load_config` reads it back."""
         result: dict[str, Any] = {
             entry.name: getattr(self, entry.name)
             for entry in fields(self)
@@ -71,7 +71,8 @@ class ZeroConfig:
         result["bf16"] = {"enabled": self.bf16}
         if self.optimizer is not None:
             result["optimizer"] = {"type": self.optimizer.type, "params": dict(self.optimizer.params)}
-        result["zero_optimization"] = {"stage": 3, **asdict(self.zero_optimization)}
+        simple = {k: v for k, v in asdict(self.zero_optimization).items() if isinstance(v, int)}
+        result["zero_optimization"] = {**simple, **self.zero_optimization.to_config()}
         result["z3trace"] = {**asdict(self.z3trace), "unit_classes": list(self.z3trace.unit_classes)}
         return result
 

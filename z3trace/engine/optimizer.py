@@ -5,6 +5,7 @@ only its parameters are exchanged for ranges of the shards. That is right for op
 element alike, which are all of torch.optim but those refused here.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import cast
 
@@ -53,7 +54,7 @@ def build_optimizer(
             raise UserError(
                 f"the optimizer factory returned {type(optimizer).__name__}: return a torch optimizer"
             )
-    if optimizer.state:
+    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise UserError("the optimizer has state already: call initialize() before its first step")
     names = {kind.__name__ for kind in type(optimizer).__mro__}
     if names & _NOT_ELEMENTWISE:
@@ -110,6 +111,8 @@ class ShardedOptimizer:
                     shards[index].append(shard)
         for group, parameters in zip(optimizer.param_groups, shards, strict=True):
             group["params"] = parameters
+        if optimizer.state:
+            _initialize_again(optimizer)
 
     def step(
         self, reducer: GradientReducer, comm: Communicator, counter: CollectiveCounter, clip: float
@@ -145,6 +148,14 @@ def _group_slices(
         if group >= 0:
             first = max(start, low)
             yield group, slice(first - low, max(min(end, high), first) - low)
+
+
+def _initialize_again(optimizer: torch.optim.Optimizer) -> None:
+    """For optimizers that make their state at once (Adagrad): on the exchanged parameters."""
+    accepted = inspect.signature(type(optimizer)).parameters
+    arguments = {key: value for key, value in optimizer.defaults.items() if key in accepted}
+    optimizer.state.clear()
+    type(optimizer).__init__(optimizer, optimizer.param_groups, **arguments)
 
 
 def _clip(
