@@ -3,6 +3,7 @@
 import json
 from collections import defaultdict
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -98,18 +99,25 @@ def test_deepspeed_hooks_place_gathers_without_the_right_settings(case):
         "stage3_max_live_parameters": 1,
     }  # fmt: skip
     analysis = analyze_trace(load(folder / "rank0.json.gz"), 0, description=description)
-    placed = [
-        analysis.attribution.owners[k].issued_in
+    members = [
+        k
         for k in range(len(analysis.collectives))
         if analysis.step_number(k) == 5
         and analysis.collectives.kind[k] == "all_gather"
         and analysis.placement.phase[k] in ("forward", "backward")
     ]
-    wanted = [g["issued_at_module"] for g in truth["gathers_of_step_5"]]
-    right = sum(a == b for a, b in zip(placed, wanted, strict=True))
-    # Recomputation's gathers lie in no hook of backward; a leaf's inner modules have none.
-    least = {"r0_p0_pf0_ckpt": 76, "r0_p0_pf0_leafbefore": 14}.get(folder.name, len(wanted))
-    assert right >= least
+    owners = [analysis.attribution.owners[k] for k in members]
+    wanted = truth["gathers_of_step_5"]
+    assert [owner.issued_in for owner in owners] == [g["issued_at_module"] for g in wanted]
+    for owner, gather in zip(owners, wanted, strict=True):
+        if owner.unit is not None:
+            # A leaf owns what is inside it.
+            assert all(f"{name}.".startswith(f"{owner.unit}.") for name in gather["parameters"])
+    settings = truth["zero_optimization"]
+    if settings.get("stage3_prefetch_bucket_size") == 0 and not folder.name.endswith("leafafter"):
+        assert all(owner.unit is not None for owner in owners)
+    recomputed = [owner.reason for owner in owners].count("recompute")
+    assert recomputed == (30 if folder.name == "r0_p0_pf0_ckpt" else 0)
 
 
 @each("fsdp")
@@ -138,7 +146,17 @@ def test_fsdp_counts_and_layers(case):
         assert all(g["unit"] is not None and g["issued_in"] is not None for g in report["gathers"])
     elif truth["name"] == "fsdp1":
         assert report.trace["framework"] == "fsdp1"
-        assert {r["layer"] for r in rows} == {*(f"repeat {n}" for n in range(6)), "none"}
+        assert {r["layer"] for r in rows} == {*(f"unit {n}" for n in range(1, 7)), "root"}
+        forward = [g for g in report["gathers"] if g["issued_phase"] == "forward"]
+        assert [g["unit"] for g in forward] == [f"unit {n}" for n in range(7)] * len(steps)
+        assert all((g["reason"], g["issued_in"]) == ("demand", g["unit"]) for g in forward)
+        # Backward: each unit's hook prefetches the one whose backward comes next; the root is kept.
+        backward = [(g["issued_in"], g["unit"], g["reason"]) for g in report["gathers"]
+                    if g["issued_phase"] == "backward"]  # fmt: skip
+        hooks = [0, 6, 5, 4, 3, 2, 1]
+        assert backward == [
+            (f"unit {issuer}", f"unit {unit}", "prefetch") for issuer, unit in pairwise(hooks)
+        ] * len(steps)
         for rank, step in steps:
             per_phase = [counted(report)[rank, step, p, "all_gather"] for p in ("forward", "backward")]
             assert [count for count, _ in per_phase] == [7, 6]
@@ -250,9 +268,7 @@ def described(truth):
 @each("synthetic")
 def test_synthetic_gathers_and_layers(case):
     folder, truth = case
-    if truth["framework"] == "fsdp1":
-        pytest.skip("FSDP1's ranges name no modules")
-    description = described(truth) if truth["framework"] == "deepspeed" else None
+    description = described(truth) if truth["framework"] in ("deepspeed", "fsdp1") else None
     analysis = analyze_trace(load(folder / "rank0.json.gz"), 0, window="host", description=description)
     wanted = next(iter(truth["gathers"].values())) if isinstance(truth["gathers"], dict) else truth["gathers"]
     for step in (s.number for s in analysis.steps.steps):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from z3trace.analyzers.attribution import deepspeed, fsdp, labelled, repetition, stacks
+from z3trace.analyzers.attribution import deepspeed, fsdp, fsdp1, labelled, repetition, stacks
 from z3trace.analyzers.attribution.base import Attribution, Owner, Placement, place
 from z3trace.analyzers.collectives import Collectives
 from z3trace.analyzers.phases import Phases
@@ -44,7 +44,9 @@ def attribute(
     if framework == "z3trace":
         return labelled.attribute(trace, labelled.chains(trace, collectives), placement, description)
     if framework == "fsdp2":
-        return fsdp.attribute_fsdp2(trace, collectives, placement), placement
+        return fsdp.attribute_fsdp2(trace, collectives, placement)
+    if framework == "fsdp1":
+        return fsdp1.attribute(trace, collectives, placement, description), placement
     if framework == "deepspeed":
         return deepspeed.attribute(trace, collectives, placement, steps, phases, description), placement
     found = stacks.attribute(framework, trace, collectives, placement)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from z3trace.analyzers.attribution import brackets, repetition
 from z3trace.analyzers.attribution.base import Attribution, Owner, Placement
@@ -31,6 +32,7 @@ from z3trace.errors import UserError
 # Enough steps for the schedule to be past recording: the last one is like every later one.
 _STEPS = 3
 _GATHER_PHASES = ("forward", "backward", "optimizer")
+Integers = NDArray[np.int64]
 Slot = tuple[int, str]  # micro-batch, phase
 
 
@@ -49,7 +51,8 @@ def attribute(
     data: Mapping[str, Any] | None,
 ) -> Attribution:
     """Owners of the collectives of a DeepSpeed trace; `data` is a model.json's content."""
-    by_step = _gathers_by_step(collectives, placement)
+    gathers = _of_parameters(trace, collectives)
+    hooks = brackets.find_hooks(trace, steps, phases)
     notes: list[str] = []
     if data is not None and "modules" in data and "parameters" in data:
         try:
@@ -57,17 +60,18 @@ def attribute(
         except UserError as error:
             notes.append(f"the description of the model cannot be used: {error}")
         else:
-            found = _by_schedule(trace, collectives, by_step, description)
+            found = _by_schedule(collectives, placement, gathers, hooks, description)
             if found is not None:
-                spans = brackets.module_spans(trace, steps, phases, description.model, description.facts)
-                return replace(found, spans=spans)
-            found = brackets.attribute(
-                trace, collectives, placement, steps, phases, description.model, description.facts
-            )
+                calls = brackets.find_calls(hooks, description)
+                return replace(
+                    found, spans=brackets.module_spans(hooks, calls) if calls and calls.named else None
+                )
+            levels = [members for _, members in _repeated_levels(description.model)]
+            found = brackets.attribute(trace, collectives, placement, hooks, description, levels)
             if found is not None:
                 return replace(found, notes=(*found.notes, _MISMATCH))
             notes.append(_MISMATCH)
-    found = brackets.attribute(trace, collectives, placement, steps, phases, None, None)
+    found = brackets.attribute(trace, collectives, placement, hooks, None, ())
     if found is None:
         found = repetition.attribute("deepspeed", collectives, placement)
     return replace(found, notes=(*notes, *found.notes))
@@ -76,10 +80,19 @@ def attribute(
 _MISMATCH = "the gathers are not those that the schedule predicts from the described model and settings"
 
 
-def _gathers_by_step(collectives: Collectives, placement: Placement) -> dict[int, dict[Slot, list[int]]]:
+def _of_parameters(trace: Trace, collectives: Collectives) -> Integers:
+    """All-gathers that may fetch parameters. Those of lists are a script's own: metrics, objects, losses."""
+    gathers = np.flatnonzero(collectives.is_kind("all_gather"))
+    lists = trace.named({"c10d::allgather_"})
+    rows = collectives.issue_row[gathers]
+    of_list = (rows >= 0) & lists[np.maximum(rows, 0)]
+    return gathers if of_list.all() else gathers[~of_list]
+
+
+def _gathers_by_step(gathers: Integers, placement: Placement) -> dict[int, dict[Slot, list[int]]]:
     """Step index -> (micro-batch, phase) -> the gathers issued there, in order."""
     steps: dict[int, dict[Slot, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for k in np.flatnonzero(collectives.is_kind("all_gather")).tolist():
+    for k in gathers.tolist():
         if placement.step[k] >= 0 and placement.phase[k] in _GATHER_PHASES:
             steps[int(placement.step[k])][int(placement.micro_batch[k]), placement.phase[k]].append(k)
     return steps
@@ -106,14 +119,19 @@ def _completed(
 
 
 def _by_schedule(
-    trace: Trace, collectives: Collectives, steps: dict[int, dict[Slot, list[int]]], base: Description
+    collectives: Collectives,
+    placement: Placement,
+    gathers: Integers,
+    hooks: brackets.Hooks,
+    base: Description,
 ) -> Attribution | None:
+    steps = _gathers_by_step(gathers, placement)
     if not steps:
         return None
     owners = [Owner()] * len(collectives)
     left = dict(steps)
     assumptions: list[str] = []
-    for assumption, description in _variants(base, recomputes=brackets.recomputes(trace)):
+    for assumption, description in _variants(base, recomputes=bool(hooks.recomputed)):
         predicted = _predicted(description)
         if predicted is None:
             continue

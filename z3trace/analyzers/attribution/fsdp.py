@@ -6,7 +6,8 @@ import numpy as np
 
 from z3trace.analyzers.attribution.base import Attribution, Owner, Placement
 from z3trace.analyzers.collectives import Collectives
-from z3trace.analyzers.host import host_spans, nearest_ancestor
+from z3trace.analyzers.host import AUTOGRAD_NODE, host_spans, nearest_ancestor
+from z3trace.analyzers.phases import FORWARD, OPTIMIZER, OTHER
 from z3trace.analyzers.spans import ModuleSpans, Span, spans_of
 from z3trace.analyzers.trace import Trace
 
@@ -14,6 +15,7 @@ _RANGE = re.compile(r"FSDP::(\w+)(?: for ([^()]+?))?(?: \((.*)\))?\Z")
 _UNIT_RANGES = ("all_gather", "post_backward_reduce", "post_backward_accumulate")
 _WHERE_RANGES = ("pre_forward", "pre_backward", "root_pre_forward", "post_backward_reduce",
                  "root_post_backward_callback")  # fmt: skip
+_BEFORE_FORWARD = ("pre_forward", "root_pre_forward")
 _FSDP1 = "FullyShardedDataParallel."
 
 
@@ -31,8 +33,14 @@ def range_of(name: str) -> tuple[str, str] | None:
     return (match[1], match[3] or match[2] or "") if match else None
 
 
-def attribute_fsdp2(trace: Trace, collectives: Collectives, placement: Placement) -> Attribution:
-    """Unit from the enclosing `FSDP::all_gather (unit)`, issuing module from the hook's range around it."""
+def attribute_fsdp2(
+    trace: Trace, collectives: Collectives, placement: Placement
+) -> tuple[Attribution, Placement]:
+    """Unit from the enclosing `FSDP::all_gather (unit)`, issuing module from the hook's range around it.
+
+    A hook before a forward that runs in no backward is of a forward, also of one without a backward
+    (evaluation, generation): the placement says so. One inside a node of backward is of a recomputation.
+    """
     rows = host_spans(trace, lambda name: name.startswith("FSDP::"))
     of_unit, of_hook = (np.zeros(len(trace), np.bool_) for _ in range(2))
     parsed = {int(row): range_of(trace.name_of(int(row))) for row in rows}
@@ -42,22 +50,31 @@ def attribute_fsdp2(trace: Trace, collectives: Collectives, placement: Placement
             of_hook[row] = what[0] in _WHERE_RANGES
     issued = collectives.issue_row
     known = issued >= 0
-    unit_rows, hook_rows = np.full(len(issued), -1, np.int64), np.full(len(issued), -1, np.int64)
+    unit_rows, hook_rows, nodes = (np.full(len(issued), -1, np.int64) for _ in range(3))
     unit_rows[known] = nearest_ancestor(trace, issued[known], of_unit)
     hook_rows[known] = nearest_ancestor(trace, issued[known], of_hook)
-    owners = []
+    nodes[known] = nearest_ancestor(
+        trace, issued[known], trace.named(lambda name: name.startswith(AUTOGRAD_NODE))
+    )
+    owners, phases = [], list(placement.phase)
     for k in range(len(collectives)):
         unit = parsed.get(int(unit_rows[k]))
         hook = parsed.get(int(hook_rows[k]))
         if unit is None:
             owners.append(Owner())
             continue
+        before_forward = hook is not None and hook[0] in _BEFORE_FORWARD
+        recomputed = before_forward and nodes[k] >= 0
+        if before_forward and not recomputed and phases[k] in (OPTIMIZER, OTHER):
+            phases[k] = FORWARD
         issued_in = hook[1] if hook else unit[1]
-        gather = collectives.kind[k] == "all_gather"
-        reason = ("demand" if issued_in == unit[1] else "prefetch") if gather else None
-        owners.append(Owner(unit[1], issued_in, unit[1], placement.phase[k], reason))
+        reason = None
+        if collectives.kind[k] == "all_gather":
+            reason = "prefetch" if issued_in != unit[1] else "recompute" if recomputed else "demand"
+        owners.append(Owner(unit[1], issued_in, unit[1], phases[k], reason))
     notes = ("gathers are named by FSDP2's own ranges",)
-    return Attribution("fsdp2", tuple(owners), notes, module_spans(trace))
+    attribution = Attribution("fsdp2", tuple(owners), notes, module_spans(trace))
+    return attribution, placement.with_phase(tuple(phases))
 
 
 def module_spans(trace: Trace) -> ModuleSpans | None:
