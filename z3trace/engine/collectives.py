@@ -6,8 +6,8 @@ waits: gloo works on its own threads, NCCL on its own stream, which is made to w
 stream was given before the call. Waiting makes the current stream wait (NCCL) or the caller (gloo).
 """
 
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -27,22 +27,29 @@ class Handle(Protocol):
         ...
 
 
-@dataclass
 class Communicator:
-    """A process group and what the engine needs to know of it. `sequence` counts what it issued."""
+    """A process group and what the engine needs to know of it. `sequence` counts what it issued.
 
-    group: dist.ProcessGroup
-    rank: int = field(init=False)
-    size: int = field(init=False)
-    name: str = field(init=False)
-    native_reduce_scatter: bool = field(init=False)
-    sequence: int = field(init=False, default=0)
+    It does not keep the group alive: a gloo group that outlives `destroy_process_group()` lets its worker
+    threads run into the interpreter's shutdown, which aborts the process.
+    """
 
-    def __post_init__(self) -> None:
-        self.rank = dist.get_rank(self.group)
-        self.size = dist.get_world_size(self.group)
-        self.name = str(self.group.group_name)
-        self.native_reduce_scatter = dist.get_backend(self.group) != "gloo"
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.name = str(group.group_name)
+        self.native_reduce_scatter = dist.get_backend(group) != "gloo"
+        self.sequence = 0
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        group = self._group()
+        if group is None:
+            raise RuntimeError(
+                f"process group {self.name} is destroyed: the engine cannot communicate any more"
+            )
+        return group
 
     def next_sequence(self) -> int:
         self.sequence += 1
