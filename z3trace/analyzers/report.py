@@ -11,6 +11,7 @@ import numpy as np
 
 import z3trace
 from z3trace.analyzers import schemas
+from z3trace.analyzers.findings import find
 from z3trace.analyzers.inputs import Run
 from z3trace.analyzers.pipeline import RankAnalysis, analyze_trace
 from z3trace.analyzers.ranks import join_ranks
@@ -74,9 +75,19 @@ def analyze(
         rows["idle"] += rank.idle_rows()
     rows["ranks"] = joined.rows()
     rows["links"] = joined.link_rows()
+    about = _about(run, ranks)
+    rows["findings"] = find(
+        joined, framework=about["framework"], device=about["device"], world_size=about["world_size"],
+        description=_described(run),
+    )  # fmt: skip
     notes = [*run.notes, *_shared_notes(ranks), *joined.notes(), *_missing_notes(ranks), *_not_yet(rows)]
     tables = {schema.name: Table(schema, rows[schema.name]) for schema in schemas.ALL}
-    return Report(_about(run, ranks), tables, tuple(dict.fromkeys(notes)), tuple(ranks))
+    return Report(about, tables, tuple(dict.fromkeys(notes)), tuple(ranks))
+
+
+def _described(run: Run) -> dict[str, Any]:
+    """All that is known of the run besides its traces; what describes the run counts over the model's file."""
+    return {**(run.model or {}), **(run.description or {})}
 
 
 def _about(run: Run, ranks: Sequence[RankAnalysis]) -> dict[str, Any]:
@@ -126,7 +137,7 @@ def _missing_notes(ranks: Sequence[RankAnalysis]) -> list[str]:
 
 
 def _not_yet(rows: Mapping[str, list[dict[str, Any]]]) -> list[str]:
-    empty = [name for name in ("findings", "recommendations") if not rows[name]]
+    empty = [name for name in ("recommendations",) if not rows[name]]
     return [f"not computed by this version: {', '.join(empty)}"] if empty else []
 
 

@@ -49,8 +49,8 @@ def fit_links(ranks: Sequence[RankAnalysis], arrivals: Arrivals | None) -> list[
             if c.kind[k] not in _FACTORS or c.bytes[k] in (NULL, 0) or c.start[k] == NULL:
                 continue
             time = int(c.end[k] - c.start[k])
-            if arrivals is not None and arrivals.transfer[position][k] != NULL:
-                time = int(arrivals.transfer[position][k])
+            if arrivals is not None:
+                time = int(arrivals.transfer[position][k])  # NULL, so left out, where nobody else saw it
             if time <= 0:
                 continue
             key = (c.group[k], c.kind[k])

@@ -56,7 +56,8 @@ def join(ranks: Sequence[RankAnalysis]) -> tuple[list[Joined], list[Mismatch]]:
             continue
         signatures = {p: [_signature(ranks[p], k) for k in ks] for p, ks in sequences.items()}
         common, differs = _common(signatures)
-        if differs and place[0] is None:
+        # Without names of groups these may be several groups' collectives: then nothing can be said.
+        if differs and (place[0] is None or (place[1] is None and not _one_group(ranks))):
             continue
         if differs:
             seen = tuple(
@@ -81,6 +82,11 @@ def members_of_groups(trace: Trace) -> dict[str, str]:
         for group in groups
         if isinstance(group, Mapping) and "pg_name" in group and "ranks" in group
     }
+
+
+def _one_group(ranks: Sequence[RankAnalysis]) -> bool:
+    """Whether the traces say that there is one process group only."""
+    return all(len(members_of_groups(rank.trace)) == 1 for rank in ranks)
 
 
 def _signature(rank: RankAnalysis, k: int) -> Signature:
