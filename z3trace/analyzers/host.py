@@ -13,6 +13,8 @@ Rows = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
 STEP_MARK = "ProfilerStep#"
+# The two differ by less than 2**63 ns; unix times are below 2**62 ns until the year 2116.
+_EARLIEST, _LATEST = -(2**61), 2**62
 AUTOGRAD_NODE = "autograd::engine::evaluate_function"
 
 
@@ -38,11 +40,9 @@ def is_step_mark(name: str) -> bool:
 
 
 def spans(trace: Trace) -> Mask:
-    """Complete host or device events with a duration."""
-    phases = trace.values("ph")
-    if "X" not in phases:
-        return np.zeros(len(trace), np.bool_)
-    mask: Mask = trace.codes("ph") == phases.index("X")
+    """Complete host or device events with a time and a duration; absurd times, whose sums overflow, are left out."""
+    times = (trace.ts > _EARLIEST) & (trace.end < _LATEST) & (trace.dur >= 0) & (trace.end >= trace.ts)
+    mask: Mask = trace.is_phase("X") & times
     return mask
 
 

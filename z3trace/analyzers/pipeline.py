@@ -155,6 +155,8 @@ class RankAnalysis:
         if spans is None:
             return {}
         codes, layers, rows, times = compute_by_layer(self.trace, self.activity, spans, self.layers)
+        if not len(rows):
+            return {}
         phase_codes, _ = self.phases.at(times)
         step_codes = self.steps.index_at(times)
         combined = (step_codes + 1) * 1_000_000 + codes * 10 + phase_codes

@@ -171,24 +171,17 @@ def _extend_issues(trace: Trace, rows: Integers, states: NDArray[np.int8]) -> No
     issues = np.array([isinstance(n, str) and kind_of_operator(n) is not None for n in names], np.bool_)
     codes = trace.codes("name")
     packing = nearest_ancestor(trace, np.maximum(rows, 0), packs[codes], or_self=True)
-    dispatched = states == STATES.index("host_dispatch")
-    leads_to_call = False
-    for k in range(len(states) - 1, -1, -1):
-        row = int(rows[k])
-        if states[k] == issue:
-            # The call itself reaches back; a range that already holds its preparation does not.
-            name = str(names[codes[row]])
-            leads_to_call = bool(issues[codes[row]]) or (
-                leads_to_call and not name.startswith(_ISSUE_PREFIXES)
-            )
-        elif states[k] == hooks:
-            if leads_to_call:
-                states[k] = issue
-            leads_to_call = False
-        elif row >= 0:
-            leads_to_call = leads_to_call and bool(dispatched[k]) and int(packing[k]) >= 0
-            if leads_to_call:
-                states[k] = issue
+    packed = (rows >= 0) & (states == STATES.index("host_dispatch")) & (packing >= 0)
+    # Read backwards from each call: packing and pauses lead on to it, a hook ends it, and so does all else.
+    # A range that already holds its preparation reaches no further back; other issuing lets through.
+    prefixed = np.array([isinstance(n, str) and n.startswith(_ISSUE_PREFIXES) for n in names], np.bool_)
+    own_code = codes[np.maximum(rows, 0)]
+    calls = (states == issue) & issues[own_code]
+    passes = packed | (rows < 0) | ((states == issue) & ~prefixed[own_code])
+    decided = np.where(calls | ~passes, np.arange(len(states)), len(states))
+    following = np.minimum.accumulate(np.append(decided, len(states))[::-1])[::-1][1:]
+    leads_to_call = np.append(calls, False)[following]
+    states[leads_to_call & (packed | (states == hooks))] = issue
 
 
 def _fill_pauses(starts: Integers, states: NDArray[np.int8]) -> None:
@@ -220,6 +213,7 @@ def _split_off_hooks(
     """
     issue, hooks = STATES.index("host_collective_issue"), STATES.index("host_hooks")
     lengths = np.diff(starts, append=starts[-1:])
+    lengths[0] = 0  # begins before everything
     before, after = np.append(-1, rows[:-1]), np.append(rows[1:], -1)
     # The hook may first wait for a gather on the device: that ends its first part, too.
     marks = trace.named(is_step_mark)
