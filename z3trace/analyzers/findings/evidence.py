@@ -135,23 +135,31 @@ class Evidence:
         return result
 
     def _idle_pieces(self, rank: RankAnalysis) -> Iterator[tuple[str, str, int, int]]:
-        """(cause, phase, ns, host event behind it) of each piece of idle time in the used steps."""
+        """(cause, phase, ns, host event behind it) of each piece of idle time in the used steps.
+
+        Idle time in a pass that is due to a synchronize outside the passes is given to what the host did
+        meanwhile: every loop waits for the device once a step, and has to get ahead again after it.
+        """
         pieces = rank.idle.cause
+        calls = np.maximum(pieces.rows, 0)
+        call_codes, _ = rank.phases.at(rank.trace.ts[calls]) if len(rank.trace) else (calls, calls)
+        in_passes = np.isin(call_codes, [PHASES.index(name) for name in PASSES])
+        foreign = np.isin(pieces.codes, [CAUSES.index(name) for name in SYNCS]) & ~in_passes
+        codes, _ = rank.phases.at(pieces.starts)
+        foreign &= np.isin(codes, [PHASES.index(name) for name in PASSES])
         for step in rank.steps.steps:
             if not step.used:
                 continue
             first = int(np.searchsorted(pieces.ends, step.start, side="right"))
             last = int(np.searchsorted(pieces.starts, step.end, side="left"))
-            if last <= first:
-                continue
-            starts = np.maximum(pieces.starts[first:last], step.start)
-            ends = np.minimum(pieces.ends[first:last], step.end)
-            codes, _ = rank.phases.at(starts)
-            for cause, phase, ns, row in zip(
-                pieces.codes[first:last].tolist(), codes.tolist(), (ends - starts).tolist(),
-                pieces.rows[first:last].tolist(), strict=True,
-            ):  # fmt: skip
-                yield CAUSES[cause], PHASES[phase], ns, row
+            for k in range(first, last):
+                start, end = max(int(pieces.starts[k]), step.start), min(int(pieces.ends[k]), step.end)
+                phase = PHASES[int(codes[k])]
+                if foreign[k]:
+                    for name, ns, row in _states(rank, start, end):
+                        yield name, phase, ns, row
+                else:
+                    yield CAUSES[int(pieces.codes[k])], phase, end - start, int(pieces.rows[k])
 
     def idle(self, *causes: str, phases: Sequence[str] = PHASES) -> float:
         """Idle time of these causes in these phases."""
@@ -274,6 +282,16 @@ class Evidence:
                 own = rows[(codes == code) & inside]
                 found[name] += _union(trace.ts[own], trace.end[own])
         return {name: self.mean(ns) for name, ns in found.items()}
+
+
+def _states(rank: RankAnalysis, start: int, end: int) -> Iterator[tuple[str, int, int]]:
+    """(state, ns, host event) of what the host did in a stretch of idle time."""
+    pieces = rank.idle.host_state
+    first = int(np.searchsorted(pieces.ends, start, side="right"))
+    last = int(np.searchsorted(pieces.starts, end, side="left"))
+    for k in range(first, last):
+        ns = min(int(pieces.ends[k]), end) - max(int(pieces.starts[k]), start)
+        yield CAUSES[int(pieces.codes[k])], ns, int(pieces.rows[k])
 
 
 def _times(parts: Anatomy) -> dict[str, float]:

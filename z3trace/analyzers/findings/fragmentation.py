@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from z3trace.analyzers.findings import invalidation
+from z3trace.analyzers.findings import invalidation, repeats
 from z3trace.analyzers.findings import thresholds as th
 from z3trace.analyzers.findings.base import Finding, Settings
 from z3trace.analyzers.findings.evidence import HOOKS, PASSES, Evidence, Gather
@@ -48,9 +48,9 @@ def extra_gathers(evidence: Evidence) -> dict[str, Extra]:
     """Phase -> gathers beyond one a layer; those of passes without prefetch by an invalid trace, and tiny ones
     where they are the majority, are left to their own findings."""
     sums: dict[str, list[list[float]]] = defaultdict(list)
-    invalid = invalidation.invalid_passes(evidence)
+    left_out = invalidation.invalid_passes(evidence) | repeats.generating_passes(evidence).keys()
     for key, gathers in evidence.passes.items():
-        if key in invalid:
+        if key in left_out:
             continue
         if has_tiny_majority(gathers):
             gathers = [g for g in gathers if not 0 <= g.bytes <= th.TINY_BYTES]
@@ -79,6 +79,37 @@ def host_time_of_extra_gathers(evidence: Evidence) -> float:
                 evidence.idle(*HOOKS, phases=(phase,)) + evidence.late_share(*HOOKS, phases=(phase,))
             )
     return total
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """The tiny gathers of one phase and their share of its gathers."""
+
+    gathers: tuple[Gather, ...]
+    share: float
+
+
+def _tiny_by_phase(evidence: Evidence) -> dict[str, Tiny]:
+    """Phase -> tiny gathers, where they are the majority in every pass."""
+    invalid = invalidation.invalid_passes(evidence)
+    passes: dict[str, list[list[Gather]]] = defaultdict(list)
+    for key, members in evidence.passes.items():
+        if key not in invalid:
+            passes[key[3]].append(members)
+    found = {}
+    for phase, lists in passes.items():
+        if all(has_tiny_majority(members) for members in lists):
+            tiny = tuple(g for members in lists for g in members if 0 <= g.bytes <= th.TINY_BYTES)
+            found[phase] = Tiny(tiny, len(tiny) / sum(map(len, lists)))
+    return found
+
+
+def host_time_of_tiny_gathers(evidence: Evidence) -> float:
+    """Idle time, and communication exposed, because the host prepares gathers that carry next to nothing."""
+    return sum(
+        tiny.share * (evidence.idle(*HOOKS, phases=(phase,)) + evidence.late_share(*HOOKS, phases=(phase,)))
+        for phase, tiny in _tiny_by_phase(evidence).items()
+    )
 
 
 def alpha_ns(evidence: Evidence) -> float:
@@ -152,25 +183,14 @@ def tiny_parameters(evidence: Evidence) -> Finding | None:
     """Most gathers carry a norm, a bias or an adapter."""
     if not evidence.sharding:
         return None
-    invalid = invalidation.invalid_passes(evidence)
-    groups: dict[str, list[list[Gather]]] = defaultdict(list)
-    for key, members in evidence.passes.items():
-        if key not in invalid:
-            groups[key[3]].append(members)
-    cost, tiny_count, largest = 0.0, 0.0, 0
-    alpha = alpha_ns(evidence)
-    for phase, passes in groups.items():
-        counts = [(len(m), [g for g in m if 0 <= g.bytes <= th.TINY_BYTES]) for m in passes]
-        if not all(has_tiny_majority(m) for m in passes):
-            continue
-        tiny = evidence.mean(sum(len(t) for _, t in counts))
-        share = sum(len(t) for _, t in counts) / max(1, sum(n for n, _ in counts))
-        exposed = evidence.mean(sum(evidence.own_exposed(g.rank, g.k) for _, t in counts for g in t))
-        cost += share * (
-            evidence.idle(*HOOKS, phases=(phase,)) + evidence.late_share(*HOOKS, phases=(phase,))
-        ) + min(exposed, max(exposed / 2, tiny * alpha))
-        tiny_count += tiny
-        largest = max([largest, *(g.bytes for _, t in counts for g in t)])
+    cost = host_time_of_tiny_gathers(evidence)
+    alpha, tiny_count, largest = alpha_ns(evidence), 0.0, 0
+    for tiny in _tiny_by_phase(evidence).values():
+        count = evidence.mean(len(tiny.gathers))
+        exposed = evidence.mean(sum(evidence.own_exposed(g.rank, g.k) for g in tiny.gathers))
+        cost += min(exposed, max(exposed / 2, count * alpha))
+        tiny_count += count
+        largest = max([largest, *(g.bytes for g in tiny.gathers)])
     if not tiny_count:
         return None
     return Finding(

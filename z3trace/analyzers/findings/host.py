@@ -25,9 +25,14 @@ def host_bound(evidence: Evidence) -> Finding | None:
     # Host time of single ranks is their own trouble: the median is what holds for the run.
     idle = {name: evidence.typical_idle(name, phases=PASSES) for name in causes}
     late = evidence.late_share(*causes)
-    # What merging fragmented gathers would win belongs to that finding.
-    elsewhere = fragmentation.host_time_of_extra_gathers(evidence)
-    cost = sum(idle.values()) + late - elsewhere
+    # What merging fragmented gathers, or keeping tiny ones, would win belongs to those findings.
+    elsewhere = 0.0
+    if evidence.sharding:
+        elsewhere = fragmentation.host_time_of_extra_gathers(evidence)
+        elsewhere += fragmentation.host_time_of_tiny_gathers(evidence)
+    # Units of twice the size have half the hooks, and their gathers are issued in time.
+    hooked = (idle["host_hooks"] + idle["host_collective_issue"]) * th.HOOKS_SAVED
+    cost = hooked + idle["host_dispatch"] + idle["host_other"] + late - elsewhere
     if cost <= 0:
         return None
     hooks = idle["host_hooks"] + idle["host_collective_issue"]

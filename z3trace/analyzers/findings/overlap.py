@@ -9,8 +9,8 @@ from z3trace.analyzers.findings import thresholds as th
 from z3trace.analyzers.findings.base import Finding, Settings
 from z3trace.analyzers.findings.evidence import PASSES, Evidence
 from z3trace.analyzers.findings.fragmentation import is_layer
-from z3trace.analyzers.findings.stalls import WAKE_NS, Stall, main_compute
-from z3trace.analyzers.trace import NULL
+from z3trace.analyzers.findings.queueing import behind_reductions
+from z3trace.analyzers.findings.stalls import Stall, main_compute
 
 
 def _shows_prefetch(evidence: Evidence) -> bool:
@@ -21,13 +21,15 @@ def _shows_prefetch(evidence: Evidence) -> bool:
 def _unprefetched(evidence: Evidence, phase: str) -> list[tuple[int, Stall]]:
     """Stalls for gathers of a phase that were issued when needed although compute before had room for them."""
     invalid = invalidation.invalid_passes(evidence)
-    again = repeats.recompute_gathers(evidence)
+    recomputing = {p for p, _ in repeats.recompute_gathers(evidence)}
     found = []
     for position, stall in evidence.each_stall():
         if stall.phase != phase or stall.waited < 0 or not stall.hideable:
             continue
-        if evidence.kind_waited(position, stall) != "all_gather" or (position, stall.waited) in again:
+        if evidence.kind_waited(position, stall) != "all_gather":
             continue
+        if phase == "backward" and position in recomputing:
+            continue  # recomputation's gathers are what is wrong there
         owner = evidence.ranks[position].attribution.owners[stall.waited]
         key = (position, stall.step, stall.micro_batch, stall.phase)
         if owner.reason in ("prefetch", "recompute") or key in invalid:
@@ -138,36 +140,16 @@ def comm_on_compute_stream(evidence: Evidence) -> Finding | None:
 
 def serialised_communicator(evidence: Evidence) -> Finding | None:
     """A prefetched gather waits in the queue behind a reduce-scatter of the same communicator."""
-    if not evidence.sharding or not evidence.on_device or on_compute_stream(evidence):
+    if not evidence.sharding or on_compute_stream(evidence):
         return None
-    behind, count = 0, 0
-    for position, stall in evidence.each_stall():
-        if stall.phase != "backward" or stall.late or evidence.kind_waited(position, stall) != "all_gather":
-            continue
-        rank, k = evidence.ranks[position], stall.waited
-        owner = rank.attribution.owners[k]
-        c = rank.collectives
-        if owner.reason == "demand":
-            continue
-        before = np.flatnonzero(
-            c.is_kind("reduce_scatter")
-            & (c.end != NULL)
-            & (np.abs(c.end - c.start[k]) < WAKE_NS)
-            & (c.end > c.issue_ns[k])
-        )
-        same = [r for r in before.tolist() if c.group[r] == c.group[k]]
-        queued = sum(int(c.end[r] - max(c.start[r], c.issue_ns[k])) for r in same)
-        left = stall.own - (stall.hideable if owner.reason is None else 0)
-        if queued > 0 and left > 0:
-            behind += min(queued, left)
-            count += 1
-    if not behind:
+    queued = behind_reductions(evidence)
+    if not queued:
         return None
     return Finding(
         "serialised_communicator",
         "in backward all-gathers wait for reduce-scatters of the same communicator",
-        evidence.mean(behind),
-        {"gathers_per_step": round(evidence.mean(count), 1), "queued_ns": round(evidence.mean(behind))},
+        evidence.mean(sum(queued.values())),
+        {"gathers_per_step": round(evidence.mean(len(queued)), 1)},
         Settings(
             deepspeed=("overlap_comm = true",),
             fsdp2=("set_separate_reduce_scatter_group",),

@@ -5,7 +5,8 @@ from collections import Counter, defaultdict
 import numpy as np
 
 from z3trace.analyzers.findings.base import Finding, Settings
-from z3trace.analyzers.findings.evidence import HOOKS, Evidence, Gather
+from z3trace.analyzers.findings.evidence import HOOKS, Evidence, Gather, PassKey
+from z3trace.analyzers.findings.queueing import behind_reductions
 
 # In a backward with recomputation nearly every gather of forward comes twice; an odd one may for other reasons.
 _RECOMPUTE_FRACTION = 1.4
@@ -64,6 +65,14 @@ def checkpoint_regathers(evidence: Evidence) -> Finding | None:
         return None
     share = len(again) / backward
     stalls = sum(s.own for p, s in evidence.each_stall() if (p, s.waited) in again)
+    on_any = sum(
+        s.own
+        for p, s in evidence.each_stall()
+        if s.phase == "backward" and evidence.kind_waited(p, s) == "all_gather"
+    )
+    if not any(g.parameters or g.unit for own in evidence.gathers for g in own):
+        # Without names it is not known which of two equal gathers is the recomputation's.
+        stalls = on_any
     exposed = sum(evidence.own_exposed(p, k) for p, k in again)
     host = share * (
         evidence.idle(*HOOKS, phases=("backward",)) + evidence.late_share(*HOOKS, phases=("backward",))
@@ -130,20 +139,28 @@ def _trains(evidence: Evidence) -> bool:
     return any(evidence.compute_in(phase) for phase in ("backward",))
 
 
+def generating_passes(evidence: Evidence) -> dict[PassKey, int]:
+    """Forward passes that gather the whole model several times with no backward between -> how often."""
+    backwards = {key[:3] for key in evidence.passes if key[3] == "backward"}
+    reducing = _reducing(evidence)
+    found = {}
+    for key, members in evidence.passes.items():
+        seen = Counter(_piece(g) for g in members)
+        times = int(np.median(list(seen.values()))) if seen else 0
+        trains = key[:3] in backwards or key[:3] in reducing
+        # Beside a training pass two equal gathers are two equal modules more likely than an evaluation.
+        if key[3] == "forward" and times >= (3 if trains else 2):
+            found[key] = times
+    return found
+
+
 def generation_regathers(evidence: Evidence) -> Finding | None:
     """Forward after forward without a backward: every token gathers the whole model."""
     if not evidence.sharding:
         return None
     repeats, exposed, count = [], 0, 0
-    backwards = {key[:3] for key in evidence.passes if key[3] == "backward"}
-    reducing = _reducing(evidence)
-    for key, members in evidence.passes.items():
-        if key[3] != "forward":
-            continue
-        seen = Counter(_piece(g) for g in members)
-        times = int(np.median(list(seen.values()))) if seen else 0
-        if times < 2 or (key[:3] in backwards and times < 3 and key[:3] in reducing):
-            continue
+    for key, times in generating_passes(evidence).items():
+        members = evidence.passes[key]
         repeats.append(times)
         first: set[tuple[object, ...]] = set()
         for gather in members:
@@ -223,12 +240,13 @@ def backward_regathers(evidence: Evidence) -> Finding | None:
     """Backward gathers what forward had, and neither prefetch nor compute hides it."""
     if not evidence.sharding or not evidence.on_device:
         return None
+    queued = behind_reductions(evidence)
     special = recompute_gathers(evidence) | {(g.rank, g.k) for g in last_unit_gathers(evidence)}
     cost = 0
     for position, stall in evidence.each_stall():
         own = evidence.kind_waited(position, stall) == "all_gather" and stall.phase == "backward"
         if own and (position, stall.waited) not in special and not stall.late:
-            cost += max(0, stall.own - stall.hideable)
+            cost += max(0, stall.own - stall.hideable - queued.get((position, stall.waited), 0))
     gathers = [g for own in evidence.gathers for g in own if g.phase == "backward"]
     if not cost or not gathers:
         return None

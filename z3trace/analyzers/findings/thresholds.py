@@ -55,6 +55,9 @@ COPIES_MORE_THAN_ONE = 1.5
 SYNCS_PER_STEP = 1
 """One wait for the device at a step's end (loss or gradient norm to the host) is every training loop's."""
 
+HOOKS_SAVED = 0.5
+"""Part of the hooks' time that units of two layers save: half the units, half the hooks."""
+
 # Recording.
 OVERHEAD_FRACTION = 0.15
 """A profiled step that is slower than an unprofiled one by more than this misleads about host time."""
