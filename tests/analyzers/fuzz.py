@@ -18,13 +18,13 @@ MARKS = ["ProfilerStep#3", "Optimizer.step#SGD.step", "autograd::engine::evaluat
          "FullyShardedDataParallel._pre_backward_hook", "PreBackwardFunctionForModule", "c10d::barrier",
          "PostBackwardFunctionModule", "PreBackwardFunctionForModuleBackward", "gloo:all_gather", "nn.Module: A_0",
          "c10d::_allgather_base_", "c10d::reduce_scatter_", "dc::prefetch_params_fused", "cudaGraphLaunch",
-         "symm_mem::multimem_all_gather_out", "ncclDevKernel_Generic", "Memcpy PtoP", "cudaStreamSynchronize"]  # fmt: skip
+         "symm_mem::multimem_all_gather_out", "ncclDevKernel_Generic", "Memcpy PtoP",
+         "cudaStreamSynchronize"]  # fmt: skip
 
 
 def read(path):
-    opened = gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
-    with opened as file:
-        return json.load(file)
+    content = path.read_bytes()
+    return json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
 
 
 def mutate(document, rng):
@@ -78,6 +78,9 @@ def check(folder, window):
             for split in ("host_state", "cause"):
                 pieces = report["idle"].where(rank=row["rank"], step=row["step"], split=split)
                 assert sum(p["idle_ns"] for p in pieces) == row["idle_ns"], split
+        for rank in report.ranks:
+            for pieces in (rank.idle.host_state, rank.idle.cause):
+                assert (pieces.starts < pieces.ends).all() and (pieces.starts[1:] >= pieces.ends[:-1]).all()
     except UserError:
         return None
     except Exception:

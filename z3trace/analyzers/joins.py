@@ -218,7 +218,8 @@ def _kind_of(trace: Trace, kernel: int) -> str:
 def _of_kernel(trace: Trace, kernel: int) -> Row:
     launch = int(trace.launches[kernel])
     start, end = int(trace.ts[kernel]), int(trace.end[kernel])
-    row = Row(_kind_of(trace, kernel), launch, int(trace.ts[launch]) if launch >= 0 else start, start, end)
+    issued = int(trace.ts[launch]) if launch >= 0 and trace.ts[launch] != NULL else start
+    row = Row(_kind_of(trace, kernel), launch, issued, start, end)
     row.missing = "no c10d operator or record_param_comms: known by its kernel only"
     if is_collective_name(_collective(trace, kernel)):
         fill_from_parameters(trace, row, kernel)

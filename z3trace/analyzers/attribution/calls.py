@@ -60,7 +60,9 @@ class CallTree:
         """
         runs = self._runs[self._first_run[top] : self._last_run[top] + 1]
         found = list(_runs_of(hooks))
-        if not found or not found[0][0] or (len(found) % len(runs) if whole else len(found) > len(runs)):
+        if not found or not found[0][0]:
+            return None
+        if len(found) % len(runs) or not found[-1][1] if whole else len(found) > len(runs):
             return None
         calls: dict[int, int] = {}
         for k, (entries, exits) in enumerate(found):
