@@ -50,6 +50,7 @@ def open_run(
     paths: Sequence[str | Path],
     *,
     model: Path | None = None,
+    config: Path | None = None,
     rank_regex: str | None = None,
     ranks: Collection[int] | None = None,
     jobs: int = 1,
@@ -60,6 +61,7 @@ def open_run(
     Args:
         paths: trace files, run directories, folders of traces, globs, or "-" for stdin.
         model: a model.json to use in place of the one beside the traces.
+        config: the DeepSpeed configuration of the run, whose settings go before those of the model.json.
         rank_regex: finds the rank in a file's path, in its first group, where neither the file nor its
             name says it.
         ranks: keep only these.
@@ -90,7 +92,29 @@ def open_run(
         and ("modules" in description or "parameters" in description)
     ):
         given = description
+    if config is not None:
+        settings = _settings(config)
+        if given is None:
+            notes.append(f"{config}: of no use without a description of the model (model.json)")
+        else:
+            given = {**given, **settings}
     return Run(tuple(traces), description, given, notes)
+
+
+def _settings(config: Path) -> dict[str, Any]:
+    """What a DeepSpeed configuration says that a model.json may say, too."""
+    read = _json_object(config)
+    if not isinstance(read.get("zero_optimization"), dict):
+        raise UserError(f"{config}: a DeepSpeed configuration with a zero_optimization section is expected")
+    found = {"zero_optimization": read["zero_optimization"]}
+    steps = read.get("gradient_accumulation_steps")
+    if isinstance(steps, int):
+        found["gradient_accumulation_steps"] = steps
+    for key, dtype in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16")):
+        section = read.get(key)
+        if isinstance(section, dict) and section.get("enabled") is True:
+            found["dtype"] = dtype
+    return found
 
 
 def find_traces(paths: Sequence[str | Path]) -> tuple[list[str], set[str]]:

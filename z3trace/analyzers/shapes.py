@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import lru_cache
 
 from z3trace.analyzers.trace import Trace
 
@@ -11,14 +12,18 @@ def shapes_of(trace: Trace, event: int) -> tuple[list[object], list[str]]:
 
     A list of tensors has a list of shapes and the type TensorList.
     """
-    dims, types = trace.text("input_dims", event), trace.text("input_types", event)
-    try:
-        shapes, dtypes = json.loads(dims or "[]"), json.loads(types or "[]")
-    except (ValueError, RecursionError):
-        return [], []
+    shapes, dtypes = _parsed(trace.text("input_dims", event)), _parsed(trace.text("input_types", event))
     if not isinstance(shapes, list) or not isinstance(dtypes, list):
         return [], []
     return shapes, [str(dtype) for dtype in dtypes]
+
+
+@lru_cache(maxsize=4096)
+def _parsed(text: str | None) -> object:
+    try:
+        return json.loads(text or "[]")
+    except (ValueError, RecursionError):
+        return None
 
 
 def elements(shape: object) -> int | None:

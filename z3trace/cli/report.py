@@ -35,6 +35,12 @@ OUTPUTS = (".json",)
     metavar="FILE",
     help="A model.json that names modules and parameters, for traces without labels.",
 )
+@click.option(
+    "--ds-config",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    metavar="FILE",
+    help="The DeepSpeed configuration of the run, for traces that were not recorded by z3trace.",
+)
 @click.option("--ranks", metavar="LIST", help="Read only these ranks, as in 0,8-11.")
 @click.option("--rank-regex", metavar="REGEX", help="Finds the rank in a path, in its first group.")
 @click.option(
@@ -55,6 +61,7 @@ def report(
     outputs: tuple[Path, ...],
     window: str,
     model: Path | None,
+    ds_config: Path | None,
     ranks: str | None,
     rank_regex: str | None,
     comm_kernels: str | None,
@@ -79,6 +86,7 @@ def report(
     run = open_run(
         paths,
         model=model,
+        config=ds_config,
         rank_regex=rank_regex,
         ranks=parse_ranks(ranks) if ranks else None,
         max_bytes=max_bytes,
