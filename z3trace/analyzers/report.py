@@ -13,6 +13,7 @@ import z3trace
 from z3trace.analyzers import schemas
 from z3trace.analyzers.findings import find
 from z3trace.analyzers.inputs import Run
+from z3trace.analyzers.memory import memory_rows
 from z3trace.analyzers.pipeline import RankAnalysis, analyze_trace
 from z3trace.analyzers.ranks import join_ranks
 from z3trace.analyzers.steps import WindowKind
@@ -73,6 +74,7 @@ def analyze(
         rows["layers"] += rank.layer_rows()
         rows["gathers"] += rank.gather_rows(transfer)
         rows["idle"] += rank.idle_rows()
+        rows["memory"] += memory_rows(rank)
     rows["ranks"] = joined.rows()
     rows["links"] = joined.link_rows()
     about = _about(run, ranks)

@@ -152,15 +152,34 @@ LINKS = Schema(
     ),
 )
 
+MEMORY = Schema(
+    "memory",
+    (
+        *_rank_step(),
+        Column(
+            "peak_gathered_bytes", "integer", "bytes", "most that gathered parameters hold at one instant"
+        ),
+        Column("at_ns", "integer", "ns", "that instant, on the host"),
+        Column("prefetched_bytes", "integer", "bytes", "then gathered ahead of its first use"),
+        Column("in_use_bytes", "integer", "bytes", "then in the unit that runs"),
+        Column("kept_bytes", "integer", "bytes", "then kept after its use"),
+        Column("persistent_bytes", "integer", "bytes", "then gathered after the optimizer's step, to stay"),
+        Column("allocator_calls", "integer", "", "allocations and frees by the driver inside the step"),
+        Column("allocator_ns", "integer", "ns", "host time in them"),
+        Column("peak_allocated_bytes", "integer", "bytes", "by the profiler's memory events"),
+        Column("peak_reserved_bytes", "integer", "bytes", "by the profiler's memory events"),
+    ),
+)
+
 FINDINGS = Schema(
     "findings",
     (
         Column("id", "text", "", "stable name"),
         Column("severity", "text", "", "info, warning or critical"),
         Column("title", "text", "", "one sentence"),
-        Column("evidence", "mapping", "", "the numbers behind it"),
-        Column("cost_ns_per_step", "integer", "ns", "what it costs"),
-        Column("settings", "list", "", "settings it points to"),
+        Column("evidence", "mapping", "", "the numbers behind it; keys end in their unit"),
+        Column("cost_ns_per_step", "integer", "ns", "what a step would lose without it; absent: not known"),
+        Column("settings", "list", "", "what to change, in the words of the run's framework"),
     ),
 )
 
@@ -179,4 +198,16 @@ RECOMMENDATIONS = Schema(
     ),
 )
 
-ALL = (WHOLE_TRACE, STEPS, COLLECTIVES, LAYERS, GATHERS, IDLE, RANKS, LINKS, FINDINGS, RECOMMENDATIONS)
+ALL = (
+    WHOLE_TRACE,
+    STEPS,
+    COLLECTIVES,
+    LAYERS,
+    GATHERS,
+    IDLE,
+    RANKS,
+    LINKS,
+    MEMORY,
+    FINDINGS,
+    RECOMMENDATIONS,
+)

@@ -6,6 +6,7 @@ from typing import Any
 from z3trace.analyzers.findings import (
     copies,
     fragmentation,
+    holding,
     host,
     invalidation,
     links,
@@ -54,6 +55,7 @@ REGISTRY: tuple[Finder, ...] = (
     links.slow_inter_node_link,
     links.unaligned_payload,
     copies.copy_overhead,
+    holding.gathered_memory,
     setup.not_sharded,
     setup.dead_knob,
     setup.single_device_connection,

@@ -58,6 +58,10 @@ SYNCS_PER_STEP = 1
 HOOKS_SAVED = 0.5
 """Part of the hooks' time that units of two layers save: half the units, half the hooks."""
 
+# Memory.
+MODEL_HELD = 0.7
+"""Part of the gathered parameters that may be whole at once before sharding is for show."""
+
 # Recording.
 OVERHEAD_FRACTION = 0.15
 """A profiled step that is slower than an unprofiled one by more than this misleads about host time."""
