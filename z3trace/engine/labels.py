@@ -19,7 +19,8 @@ VERBS = frozenset({
     "fetch", "prefetch", "gather", "wait", "release", "reduce", "reduce_wait", "post_step_gather",
     "forward", "backward", "optimizer", "copy_in", "copy_out",
 })  # fmt: skip
-INTEGER_KEYS = frozenset({"bytes", "params", "world", "seq"})
+# set: which entry of the description's `gathered_together` holds the parameters; seq: a gather and its wait.
+INTEGER_KEYS = frozenset({"bytes", "params", "world", "seq", "set"})
 # unit: whose parameters; module: in whose hook it happens (a prefetch happens elsewhere than it is used).
 TEXT_KEYS = frozenset({"unit", "module", "phase", "reason", "group"})
 KEYS = INTEGER_KEYS | TEXT_KEYS

@@ -8,8 +8,8 @@ from z3trace.recording.rundir import RankReport, RunDirectory
 from z3trace.recording.settings import RecordSettings
 
 NOTHING_SEEN = (
-    "nothing recorded: the script never called z3trace.engine.initialize, and this version records only "
-    "trainings that do; `z3trace report` also reads traces that other trainings made with torch.profiler"
+    "nothing recorded: no training step was seen. Steps are found where a torch optimizer, DeepSpeed or "
+    "z3trace.engine makes them; for others call z3trace.step() after each step, or give --step-from MODULE:FUNCTION"
 )
 
 
@@ -26,11 +26,7 @@ def announce(
     traces = RunDirectory(settings.directory).traces()
     if not traces:
         if not any(report.training_seen for report in reports):
-            say(
-                "nothing recorded: it failed before it called z3trace.engine.initialize"
-                if problems
-                else NOTHING_SEEN
-            )
+            say("nothing recorded: it failed before its first training step" if problems else NOTHING_SEEN)
         elif not problems:
             say("nothing recorded")
     elif settings.verbosity >= 0:

@@ -9,10 +9,12 @@ import signal
 import sys
 import threading
 
+from z3trace.recording.adapters import install
 from z3trace.recording.messages import say
 from z3trace.recording.program import Outcome, Program
 from z3trace.recording.recorder import Recorder
 from z3trace.recording.settings import Rank, RecordSettings
+from z3trace.recording.steps import Steps
 from z3trace.recording.summary import announce
 
 
@@ -22,7 +24,7 @@ def main(argv: list[str]) -> int:
     program = Program.from_argv(argv[1:])
     rank = Rank.from_environment()
     recorder = Recorder(settings, rank)
-    _observe(recorder)
+    install(Steps(recorder))
     outcome = program.run_as_main()
     # The launcher's SIGTERM must not cut the saving short; it is delivered afterwards.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -32,12 +34,6 @@ def main(argv: list[str]) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     _leave_in_time(settings.exit_grace, outcome, rank)
     return outcome.exit_code
-
-
-def _observe(recorder: Recorder) -> None:
-    from z3trace.recording.z3_engine import observe_engines
-
-    observe_engines(recorder)
 
 
 def _leave_in_time(grace: float, outcome: Outcome, rank: Rank) -> None:

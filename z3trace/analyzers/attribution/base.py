@@ -1,6 +1,8 @@
 """What attribution says of each collective: whose parameters, issued where, used where."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,3 +67,20 @@ def place(collectives: Collectives, steps: Steps, phases: Phases) -> Placement:
             names[k] = BACKWARD
             micro[k] = phases.micro_batches[segment[k] - 1]
     return Placement(steps.index_at(collectives.issue_ns), tuple(names), micro)
+
+
+def common_module(parameters: Sequence[str]) -> str:
+    """The path of the innermost module that holds all of the parameters."""
+    split = [name.split(".")[:-1] for name in parameters]
+    common: list[str] = []
+    for parts in zip(*split, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common)
+
+
+def parameters_of_units(description: Mapping[str, Any] | None) -> dict[str, tuple[str, ...]]:
+    """What each unit holds, where the run's description lists its units."""
+    listed = description.get("units") if description is not None else None
+    return {u["name"]: tuple(u["parameters"]) for u in listed} if isinstance(listed, list) else {}

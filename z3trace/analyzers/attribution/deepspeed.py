@@ -7,7 +7,7 @@ description, the autograd functions that DeepSpeed's hooks run tell in which cal
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from z3trace.analyzers.attribution import brackets, repetition
-from z3trace.analyzers.attribution.base import Attribution, Owner, Placement
+from z3trace.analyzers.attribution.base import Attribution, Owner, Placement, common_module
 from z3trace.analyzers.collectives import Collectives
 from z3trace.analyzers.layers import LayerNames
 from z3trace.analyzers.phases import Phases
+from z3trace.analyzers.spans import ModuleSpans
 from z3trace.analyzers.steps import Steps
 from z3trace.analyzers.trace import NULL, Trace
 from z3trace.engine.schedule.calls import CallFacts
@@ -75,6 +76,19 @@ def attribute(
     if found is None:
         found = repetition.attribute("deepspeed", collectives, placement)
     return replace(found, notes=(*notes, *found.notes))
+
+
+def module_spans(
+    trace: Trace, steps: Steps, phases: Phases, data: Mapping[str, Any] | None
+) -> ModuleSpans | None:
+    """When which module of the described model ran; None where the description does not do."""
+    try:
+        description = parse_description(data or {})
+    except UserError:
+        return None
+    hooks = brackets.find_hooks(trace, steps, phases)
+    calls = brackets.find_calls(hooks, description)
+    return brackets.module_spans(hooks, calls) if calls and calls.named else None
 
 
 _MISMATCH = "the gathers are not those that the schedule predicts from the described model and settings"
@@ -211,7 +225,7 @@ def _predicted(description: Description) -> dict[Slot, list[_Predicted]] | None:
     slots: dict[Slot, list[_Predicted]] = defaultdict(list)
     for prediction, (_, use) in zip(sizes, uses, strict=True):
         owner = Owner(
-            unit=_common_module(prediction.partitions),
+            unit=common_module(prediction.partitions),
             issued_in=prediction.module,
             used_in=use[0] if use else None,
             used_phase=use[1] if use else None,
@@ -243,14 +257,3 @@ def _first_uses(description: Description) -> list[tuple[Gather, tuple[str, str] 
                     gather, use, step = gathers[k]
                     gathers[k] = (gather, use or (answer.action.module, answer.phase.value), step)
     return gathers
-
-
-def _common_module(parameters: Sequence[str]) -> str:
-    """The path of the innermost module that holds all of the parameters."""
-    split = [name.split(".")[:-1] for name in parameters]
-    common: list[str] = []
-    for parts in zip(*split, strict=False):
-        if len(set(parts)) > 1:
-            break
-        common.append(parts[0])
-    return ".".join(common)

@@ -1,10 +1,12 @@
 """Attribution of FSDP's collectives by the ranges that FSDP itself records."""
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
-from z3trace.analyzers.attribution.base import Attribution, Owner, Placement
+from z3trace.analyzers.attribution.base import Attribution, Owner, Placement, parameters_of_units
 from z3trace.analyzers.collectives import Collectives
 from z3trace.analyzers.host import AUTOGRAD_NODE, host_spans, nearest_ancestor
 from z3trace.analyzers.phases import FORWARD, OPTIMIZER, OTHER
@@ -34,13 +36,15 @@ def range_of(name: str) -> tuple[str, str] | None:
 
 
 def attribute_fsdp2(
-    trace: Trace, collectives: Collectives, placement: Placement
+    trace: Trace, collectives: Collectives, placement: Placement, description: Mapping[str, Any] | None
 ) -> tuple[Attribution, Placement]:
     """Unit from the enclosing `FSDP::all_gather (unit)`, issuing module from the hook's range around it.
 
+    The ranges do not say a unit's parameters: the recorder's description does.
     A hook before a forward that runs in no backward is of a forward, also of one without a backward
     (evaluation, generation): the placement says so. One inside a node of backward is of a recomputation.
     """
+    parameters = parameters_of_units(description)
     rows = host_spans(trace, lambda name: name.startswith("FSDP::"))
     of_unit, of_hook = (np.zeros(len(trace), np.bool_) for _ in range(2))
     parsed = {int(row): range_of(trace.name_of(int(row))) for row in rows}
@@ -71,7 +75,7 @@ def attribute_fsdp2(
         reason = None
         if collectives.kind[k] == "all_gather":
             reason = "prefetch" if issued_in != unit[1] else "recompute" if recomputed else "demand"
-        owners.append(Owner(unit[1], issued_in, unit[1], phases[k], reason))
+        owners.append(Owner(unit[1], issued_in, unit[1], phases[k], reason, parameters.get(unit[1])))
     notes = ("gathers are named by FSDP2's own ranges",)
     attribution = Attribution("fsdp2", tuple(owners), notes, module_spans(trace))
     return attribution, placement.with_phase(tuple(phases))

@@ -1,11 +1,18 @@
 """Attribution by our own labels, written by the engine and the recorder."""
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from z3trace.analyzers.attribution.base import Attribution, Owner, Placement
+from z3trace.analyzers.attribution.base import (
+    Attribution,
+    Owner,
+    Placement,
+    common_module,
+    parameters_of_units,
+)
 from z3trace.analyzers.collectives import Collectives
 from z3trace.analyzers.host import host_spans, nearest_ancestor
 from z3trace.analyzers.spans import ModuleSpans, Span, spans_of
@@ -67,15 +74,53 @@ def module_spans(trace: Trace) -> ModuleSpans | None:
     return spans_of(found)
 
 
-def attribute(
-    trace: Trace, labels: list[list[Label]], placement: Placement, description: Mapping[str, Any] | None
-) -> tuple[Attribution, Placement]:
-    """Owners, and the placement with the phases that the labels state.
+class _Parameters:
+    """Which parameters a labelled collective carried, by the run's description.
 
-    The parameters of a unit come from the engine's own description of its units, where there is one.
+    Units stand in `units`. What is not always gathered alike stands in `gathered_together`, under the number
+    that is the label's `set`; where one label holds several collectives, each has its part there, in order.
     """
-    listed = description.get("units") if description is not None else None
-    parameters = {u["name"]: tuple(u["parameters"]) for u in listed} if isinstance(listed, list) else {}
+
+    def __init__(self, description: Mapping[str, Any] | None) -> None:
+        self._of_unit = parameters_of_units(description)
+        listed = description.get("gathered_together") if description is not None else None
+        self._sets: list[Mapping[str, Any]] = listed if isinstance(listed, list) else []
+        self._seen: Counter[int] = Counter()
+
+    def carried(self, label: Label) -> tuple[str, ...] | None:
+        """Of the label's next collective."""
+        number, unit = label.integer("set"), label.text("unit")
+        if number is None or number >= len(self._sets):
+            return self._of_unit.get(unit) if unit is not None else None
+        entry, sequence = self._sets[number], label.integer("seq") or 0
+        parts = entry.get("collectives", [entry["parameters"]])
+        position = self._seen[sequence]
+        self._seen[sequence] += 1
+        return tuple(parts[position] if position < len(parts) else entry["parameters"])
+
+
+def _waits(trace: Trace) -> dict[int, tuple[str | None, str | None]]:
+    """Sequence number of a gather -> module and phase that first waited for it."""
+    rows = host_spans(trace, lambda name: name.startswith(PREFIX + "wait "))
+    found: dict[int, tuple[str | None, str | None]] = {}
+    for row in rows[np.argsort(trace.ts[rows], kind="stable")].tolist():
+        label = parse_label(trace.name_of(row))
+        sequence = label.integer("seq") if label is not None else None
+        if label is not None and sequence is not None and label.text("module") is not None:
+            found.setdefault(sequence, (label.text("module"), label.text("phase")))
+    return found
+
+
+def attribute(
+    trace: Trace,
+    collectives: Collectives,
+    labels: list[list[Label]],
+    placement: Placement,
+    description: Mapping[str, Any] | None,
+    framework: str,
+) -> tuple[Attribution, Placement]:
+    """Owners, and the placement with the phases that the labels state."""
+    parameters, waits = _Parameters(description), _waits(trace)
     owners, phases = [], list(placement.phase)
     for k, chain in enumerate(labels):
         acting = next((label for label in chain if label.verb in _KIND_OF_VERB), None)
@@ -88,18 +133,27 @@ def attribute(
         reason = acting.text("reason") or next(
             (_REASON_OF_VERB[label.verb] for label in chain if label.verb in _REASON_OF_VERB), None
         )
+        carried = parameters.carried(acting)
         unit, module = acting.text("unit"), acting.text("module")
+        if carried and acting.integer("set") is not None:
+            unit = common_module(carried)
         demanded = reason in ("demand", "recompute")
+        used_in = unit
+        used_phase = phases[k] if demanded or reason == "prefetch" else None
+        sequence = acting.integer("seq")
+        if sequence in waits and sequence is not None:
+            used_in, used_phase = waits[sequence]
         owners.append(
             Owner(
                 unit=unit,
                 issued_in=module if module is not None else (unit if demanded else None),
-                used_in=unit,
-                used_phase=phases[k] if demanded or reason == "prefetch" else None,
+                used_in=used_in,
+                used_phase=used_phase,
                 reason=reason,
-                parameters=parameters.get(unit) if unit is not None else None,
+                parameters=carried,
             )
         )
     notes = ("gathers are named by the labels in the trace",)
-    attribution = Attribution("z3trace", tuple(owners), notes, module_spans(trace))
-    return attribution, placement.with_phase(tuple(phases))
+    return Attribution(framework, tuple(owners), notes, module_spans(trace)), placement.with_phase(
+        tuple(phases)
+    )

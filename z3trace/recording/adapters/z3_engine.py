@@ -1,8 +1,8 @@
-"""Tell the recorder of the trainings that use our own engine."""
+"""Trainings with our own engine, which tells of itself."""
 
 from typing import TYPE_CHECKING, Any
 
-from z3trace.recording.recorder import Recorder
+from z3trace.recording.steps import Authority, Steps
 
 if TYPE_CHECKING:
     from z3trace.engine import Engine
@@ -44,24 +44,26 @@ class EngineTraining:
 
 
 class _Observer:
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
         self._trainings: dict[int, EngineTraining] = {}
 
     def engine_created(self, engine: "Engine") -> None:
-        training = EngineTraining(engine)
-        self._trainings[id(engine)] = training
-        self._recorder.created(training)
+        self._steps.created(self._training(engine), Authority.ENGINE)
 
     def step_started(self, engine: "Engine", step: int) -> None:
-        self._recorder.step_started(self._trainings[id(engine)], step)
+        self._steps.began(self._training(engine), Authority.ENGINE, step)
 
     def step_finished(self, engine: "Engine", step: int) -> None:
-        self._recorder.step_finished(self._trainings[id(engine)], step)
+        self._steps.finished(self._training(engine), Authority.ENGINE, step)
+
+    def _training(self, engine: "Engine") -> EngineTraining:
+        """An engine may be older than we are."""
+        return self._trainings.setdefault(id(engine), EngineTraining(engine))
 
 
-def observe_engines(recorder: Recorder) -> None:
-    """From now on the recorder hears of every engine that is made in this process."""
+def observe_engines(steps: Steps) -> None:
+    """From now on `steps` hears of every engine in this process."""
     from z3trace.engine.observe import add_observer
 
-    add_observer(_Observer(recorder))
+    add_observer(_Observer(steps))

@@ -1,0 +1,77 @@
+"""Which of the things that look like a training step is one."""
+
+from enum import IntEnum
+from typing import Any
+
+from z3trace.recording.recorder import Recorder, Training
+
+
+class Authority(IntEnum):
+    """Whose word counts: an engine's over an optimizer's (it calls one), the script's over both."""
+
+    OPTIMIZER = 1
+    ENGINE = 2
+    SCRIPT = 3
+
+
+class UnknownTraining:
+    """A training of which only the steps are seen."""
+
+    framework = "unknown"
+    device = "cpu"
+
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+    def collectives(self, steps: tuple[int, ...]) -> list[dict[str, Any]]:
+        return []
+
+
+class Steps:
+    """Passes the steps of the highest authority heard of on to the recorder.
+
+    With `only_script` nothing counts but what the script itself calls a step.
+    """
+
+    def __init__(self, recorder: Recorder, *, only_script: bool = False) -> None:
+        self.recorder = recorder
+        self._authority = Authority.SCRIPT if only_script else Authority.OPTIMIZER
+        self._announced = Authority.OPTIMIZER
+        self._training: Training = UnknownTraining()
+        self._count = 0
+
+    def created(self, training: Training, authority: Authority) -> None:
+        """A training is there; that of an engine hides what it uses inside."""
+        if isinstance(self._training, UnknownTraining) or authority > self._announced:
+            self._training, self._announced = training, authority
+            self.recorder.created(training)
+        self._authority = max(self._authority, authority)
+
+    @property
+    def has_engine(self) -> bool:
+        return self._announced >= Authority.ENGINE
+
+    def hides(self, authority: Authority) -> bool:
+        """Whether steps of this kind do not count."""
+        return authority < self._authority
+
+    def began(self, training: Training, authority: Authority, step: int | None = None) -> None:
+        """The first forward of a step begins. `step` is the training's own number for it."""
+        if authority == self._authority:
+            self.recorder.step_started(training, self._count if step is None else step)
+        elif authority == self._announced:  # the script ends its steps itself, but this is where one begins
+            self.recorder.step_started(self._training, self._count)
+
+    def finished(self, training: Training | None, authority: Authority, step: int | None = None) -> None:
+        """A step is over; without `training` it is one of the training that is known."""
+        if self.hides(authority):
+            return
+        if authority > self._authority:
+            self._authority = authority
+            if self._count:  # the step that the script speaks of was counted when its optimizer stepped
+                return
+        known = self._training if training is None else training
+        number = self._count if step is None else step
+        self.recorder.step_started(known, number)
+        self.recorder.step_finished(known, number)
+        self._count += 1
