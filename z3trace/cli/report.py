@@ -2,17 +2,21 @@
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from z3trace.cli import Options
 from z3trace.errors import UserError
 
+if TYPE_CHECKING:
+    from z3trace.analyzers.report import Report
+
 OUTPUTS = (".json",)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("paths", nargs=-1, required=True, metavar="PATH...")
+@click.argument("paths", nargs=-1, metavar="PATH...")
 @click.option(
     "-o",
     "--output",
@@ -54,6 +58,12 @@ OUTPUTS = (".json",)
     metavar="N",
     help="Give up on a file that is larger than this when unpacked.",
 )
+@click.option("--explain", metavar="FINDING", help="Print the page of a finding and read nothing.")
+@click.option(
+    "--fail-on",
+    type=click.Choice(["warning", "critical"]),
+    help="Exit with 1 when there is a finding of this severity or above.",
+)
 @click.pass_obj
 def report(
     options: Options,
@@ -66,12 +76,23 @@ def report(
     rank_regex: str | None,
     comm_kernels: str | None,
     max_bytes: int | None,
-) -> None:
+    explain: str | None,
+    fail_on: str | None,
+) -> int:
     """Read traces of one job and report all-gathers per layer, overlap with compute, and idle time.
 
     PATH is a trace (.json, .json.gz, .zip, or - for stdin), a directory that `z3trace record` or a profiler wrote,
     or a glob. Several ranks are read together.
     """
+    if explain is not None:
+        from rich.console import Console
+
+        from z3trace.reporting.findings import explanation
+
+        Console().print(explanation(explain))
+        return 0
+    if not paths:
+        raise click.UsageError("Missing argument 'PATH...'.")
     for output in outputs:
         if output.suffix not in OUTPUTS:
             raise UserError(
@@ -102,13 +123,25 @@ def report(
                 raise UserError(f"{output}: cannot write the report: {error.strerror}") from None
             if options.verbosity >= 0:
                 click.echo(f"wrote {output}")
-        return
+    else:
+        from rich.console import Console
 
-    from rich.console import Console
+        from z3trace.reporting.terminal import print_report
 
-    from z3trace.reporting.terminal import print_report
+        print_report(Console(), result)
+    return _gate(result, fail_on, options)
 
-    print_report(Console(), result)
+
+def _gate(result: "Report", fail_on: str | None, options: Options) -> int:
+    """1 when a finding is at least as severe as asked for, and says which."""
+    if fail_on is None:
+        return 0
+    from z3trace.reporting.findings import at_least
+
+    matched = at_least(result, fail_on)
+    if matched and options.verbosity >= 0:
+        click.echo(f"--fail-on {fail_on}: {', '.join(row['id'] for row in matched)}", err=True)
+    return 1 if matched else 0
 
 
 def _compiled(pattern: str | None) -> re.Pattern[str] | None:

@@ -7,6 +7,7 @@ from rich.text import Text
 from z3trace.analyzers.layers import natural_key
 from z3trace.analyzers.report import Report
 from z3trace.analyzers.summary import Summary, summarize
+from z3trace.reporting.findings import render_findings
 from z3trace.reporting.format import UNKNOWN, count, milliseconds, percent, size
 
 _PHASES = ("forward", "backward", "optimizer", "other")
@@ -27,7 +28,7 @@ _CAUSES = {
 
 
 def print_report(console: Console, report: Report) -> None:
-    """Print a report: verdict, anatomy of the step, gathers per layer, idle time, notes."""
+    """Print a report: verdict, what to fix, anatomy of the step, gathers per layer, idle time, notes."""
     console.print(render(report))
 
 
@@ -35,6 +36,9 @@ def render(report: Report) -> RenderableType:
     """The report as one renderable."""
     summary = summarize(report)
     parts: list[RenderableType] = [_headline(report), _verdict(summary)]
+    findings = render_findings(report, summary.anatomy.get("duration_ns", 0.0))
+    if findings is not None:
+        parts.append(findings)
     if summary.windows:
         parts += [_anatomy(summary), _collectives(summary)]
         if summary.layers:
