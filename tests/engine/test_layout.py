@@ -123,7 +123,7 @@ def test_quantized_parameters_stay_whole() -> None:
 def test_the_schedules_view_of_a_model() -> None:
     model = models.build("Chain")
     planned = plan_units(model, "block", (), {})
-    seen = describe_model(model, planned.partitions, [1] * len(planned.partitions), "float32")
+    seen = describe_model(model, planned.partitions, torch.float32)
     assert [m.path for m in seen.modules] == [path for path, _ in model.named_modules()]
     by_path = {m.path: m for m in seen.modules}
     assert by_path["layers.1"].partitions == ("layers.1",) and by_path["layers.1.up"].partitions == (

@@ -65,7 +65,7 @@ def all_gather(output: Tensor, shard: Tensor, comm: Communicator) -> Handle:
 def reduce_scatter(received: Tensor, full: Tensor, comm: Communicator) -> Handle:
     """Send chunk r of `full` (size * n elements) to rank r.
 
-    What arrives in `received` (size * n elements) is for `add_received` to read: on gloo the chunks of all
+    What arrives in `received` (size * n elements) is for `received_mean` to read: on gloo the chunks of all
     ranks, natively their mean in the first n elements.
     """
     if comm.native_reduce_scatter:
@@ -76,21 +76,12 @@ def reduce_scatter(received: Tensor, full: Tensor, comm: Communicator) -> Handle
     return handle
 
 
-def add_received(total: Tensor, received: Tensor, comm: Communicator, *, first: bool) -> None:
-    """Add the mean over the ranks to `total` (n elements, any floating dtype), or overwrite it when `first`."""
-    chunks = received.view(comm.size, -1)
-    if comm.native_reduce_scatter:
-        chunks, weight = chunks[:1], 1.0
-    else:
-        weight = 1.0 / comm.size
-    for chunk in chunks:
-        if first:
-            torch.mul(chunk, weight, out=total) if chunk.dtype == total.dtype else total.copy_(chunk).mul_(
-                weight
-            )
-            first = False
-        else:
-            total.add_(chunk, alpha=weight)
+def received_mean(received: Tensor, comm: Communicator) -> list[tuple[Tensor, float]]:
+    """What arrived (see `reduce_scatter`) as terms: chunks of n elements, and the weight of each in the mean."""
+    chunks = list(received.view(comm.size, -1))
+    return (
+        [(chunks[0], 1.0)] if comm.native_reduce_scatter else [(chunk, 1.0 / comm.size) for chunk in chunks]
+    )
 
 
 def all_reduce_sum(value: Tensor, comm: Communicator) -> Handle:

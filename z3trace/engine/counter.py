@@ -41,9 +41,9 @@ class CollectiveCounter:
         self._rows: dict[_Key, list[int]] = {}
         self._first_kept = 0
 
-    def add(self, kind: str, size: int, *, unit: str, module: str, reason: str = "") -> None:
+    def add(self, kind: str, size: int, *, phase: Phase, unit: str, module: str, reason: str) -> None:
         at = self._progress
-        key = _Key(at.step, at.micro_batch, at.phase.value, kind, unit, module, reason)
+        key = _Key(at.step, at.micro_batch, phase.value, kind, unit, module, reason)
         row = self._rows.get(key)
         if row is None:
             if at.step >= self._first_kept + 2 * KEPT_STEPS:

@@ -41,7 +41,7 @@ def describe(engine: "Engine") -> dict[str, Any]:
                 "numel": member.numel,
                 "dtype": str(partition.shard.dtype).removeprefix("torch."),
                 "trainable": partition.plan.trainable,
-                "persistent": False,
+                "persistent": partition.plan.name in engine.policy.persistent,
             }
             for partition in engine.partitions.values()
             for member in partition.members

@@ -1,11 +1,12 @@
 """`initialize` and the engine it returns."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -15,13 +16,14 @@ from z3trace.engine.config import Config, ZeroConfig, load_config
 from z3trace.engine.counter import CollectiveCounter, Progress
 from z3trace.engine.executor import Executor
 from z3trace.engine.guard import guard
-from z3trace.engine.layout import Layout, describe_model, plan_units, sharded_parameters
+from z3trace.engine.layout import PartitionPlan, sharded_parameters
+from z3trace.engine.linear import memory_efficient_linear
 from z3trace.engine.optimizer import OptimizerSource, ShardedOptimizer, build_optimizer, group_of
+from z3trace.engine.policies import Policy, make_policy
 from z3trace.engine.reduce import GradientReducer
 from z3trace.engine.registration import check_registration
 from z3trace.engine.runtime import Runtime
 from z3trace.engine.schedule.interface import Schedule
-from z3trace.engine.schedule.layerwise import LayerwiseSchedule
 from z3trace.engine.storage import ShardedPartition, SlotPool, cut, scatter_weights, take_over
 from z3trace.engine.world import join_world, world_group
 from z3trace.errors import UserError
@@ -42,15 +44,14 @@ class Engine:
         config: ZeroConfig,
         comm: Communicator,
         partitions: Mapping[str, ShardedPartition],
-        layout: Layout,
-        schedule: Schedule,
+        policy: Policy,
         optimizer: ShardedOptimizer,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         self.module = model
         self.config = config
-        self.schedule = schedule
+        self.policy = policy
         self.partitions = partitions
         self.device = device
         self.dtype = dtype
@@ -60,26 +61,36 @@ class Engine:
         self.counter = CollectiveCounter(self._progress)
         self._sharded_optimizer = optimizer
         self._reducer = GradientReducer(comm)
+        second = _second_group(config, comm)
         executor = Executor(
-            partitions, SlotPool(dtype, device), self._reducer, comm, self.counter, self._progress
-        )
+            partitions, SlotPool(dtype, device), self._reducer, comm, second, self.counter,
+            self._progress,
+        )  # fmt: skip
+        if second is not comm:
+            executor.cut_second_shards()
         self._runtime = Runtime(
-            schedule, executor, layout.needs, self._progress, config.gradient_accumulation_steps,
+            policy.schedule, executor, policy.needs, self._progress, config.gradient_accumulation_steps,
             self._tell_step_started,
         )  # fmt: skip
-        hooks.hook_modules(model, dict.fromkeys(["", *layout.needs]), self._runtime)
+        if policy.exact:
+            homes = {id(m.parameter): name for name, p in partitions.items() for m in p.members}
+            hooks.hook_modules_exactly(model, policy.needs, self._runtime, homes)
+        else:
+            hooks.hook_modules(model, policy.needs, self._runtime)
         for name, partition in partitions.items():
             for member in partition.members:
                 guard(member.parameter, member.name, partial(self._runtime.fetch, name))
         self._order_hooks = hooks.record_call_order(model, self.call_order)
         self._norm: Tensor | None = None
+        self._efficient_linear = policy.exact and config.zero_optimization.memory_efficient_linear
         whole.register(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward. With bf16, floating-point tensors among the arguments are cast."""
         if self.dtype is torch.bfloat16:
             args, kwargs = tree_map(self._cast, (args, kwargs))
-        output = self.module(*args, **kwargs)
+        with memory_efficient_linear(self._efficient_linear):
+            output = self.module(*args, **kwargs)
         if self._order_hooks:
             for handle in self._order_hooks:
                 handle.remove()
@@ -97,7 +108,8 @@ class Engine:
                 "backward() was given a loss without a graph: it was computed under no_grad or detached"
             )
         scaled = loss / self.gradient_accumulation_steps if self.gradient_accumulation_steps > 1 else loss
-        self._runtime.backward(lambda: torch.autograd.backward(scaled, retain_graph=retain_graph))
+        with memory_efficient_linear(self._efficient_linear):
+            self._runtime.backward(lambda: torch.autograd.backward(scaled, retain_graph=retain_graph))
         return loss
 
     def step(self) -> None:
@@ -116,7 +128,11 @@ class Engine:
     def _update(self) -> None:
         self._reducer.finish()
         self._norm = self._sharded_optimizer.step(
-            self._reducer, self.comm, self.counter, self.config.gradient_clipping
+            self._reducer,
+            self.comm,
+            self.counter,
+            self.config.gradient_clipping,
+            norm=self.policy.exact,  # DeepSpeed always computes it
         )
         for partition in self.partitions.values():
             partition.publish()
@@ -124,6 +140,10 @@ class Engine:
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         return self._sharded_optimizer.optimizer
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.policy.schedule
 
     @property
     def global_steps(self) -> int:
@@ -195,13 +215,10 @@ def initialize(model: nn.Module, optimizer: OptimizerSource = None, config: Conf
     _check_dtypes(model, dtype)
     torch_optimizer = build_optimizer(optimizer, settings.optimizer, model)
     groups = group_of(torch_optimizer)
-    layout = plan_units(model, settings.z3trace.unit, settings.z3trace.unit_classes, groups)
-    partitions = _shard(model, layout, comm, dtype, device)
-    numels = [partition.numel for partition in partitions.values()]
-    seen = describe_model(model, layout.partitions, numels, str(dtype).removeprefix("torch."))
-    schedule = LayerwiseSchedule(seen, layout.needs, settings.z3trace.prefetch)
+    policy = make_policy(model, settings, groups, dtype)
+    partitions = _shard(model, policy.plans, comm, dtype, device)
     sharded = ShardedOptimizer(torch_optimizer, groups, list(partitions.values()), comm.rank)
-    engine = Engine(model, settings, comm, partitions, layout, schedule, sharded, device, dtype)
+    engine = Engine(model, settings, comm, partitions, policy, sharded, device, dtype)
     if settings.dead and comm.rank == 0:
         logger.warning("these settings have no effect in ZeRO stage 3: %s", ", ".join(settings.dead))
     for observer in observe.observers():
@@ -210,14 +227,18 @@ def initialize(model: nn.Module, optimizer: OptimizerSource = None, config: Conf
 
 
 def _shard(
-    model: nn.Module, layout: Layout, comm: Communicator, dtype: torch.dtype, device: torch.device
+    model: nn.Module,
+    plans: Sequence[PartitionPlan],
+    comm: Communicator,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> dict[str, ShardedPartition]:
     parameters = sharded_parameters(model)
     partitions = {
         plan.name: cut(
             plan, [parameters[name] for name in plan.parameters], world=comm.size, dtype=dtype, device=device
         )
-        for plan in layout.partitions
+        for plan in plans
     }
     check_registration(list(partitions.values()), comm)
     for partition in partitions.values():
@@ -242,6 +263,19 @@ def _follow_rank_zero(model: nn.Module, comm: Communicator, dtype: torch.dtype, 
         if name not in sharded:
             parameter.data = parameter.data.to(device).contiguous()
             broadcast_from_zero(parameter.data, comm)
+
+
+def _second_group(config: ZeroConfig, comm: Communicator) -> Communicator:
+    """The ranks among which this one keeps second shards (zero_hpz_partition_size); all, where it keeps none."""
+    size = config.zero_optimization.zero_hpz_partition_size
+    if config.z3trace.schedule != "deepspeed" or size <= 1:
+        return comm
+    if comm.size % size:
+        raise UserError(
+            f"zero_hpz_partition_size {size} does not divide the {comm.size} ranks: give one that does"
+        )
+    group, _ = dist.new_subgroups(size)  # type: ignore[no-untyped-call]
+    return Communicator(group)
 
 
 def _check_dtypes(model: nn.Module, dtype: torch.dtype) -> None:

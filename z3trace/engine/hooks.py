@@ -1,10 +1,11 @@
 """From torch's hooks to the runtime's events."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -42,6 +43,29 @@ def hook_modules(model: nn.Module, paths: Iterable[str], runtime: Runtime) -> li
     return handles
 
 
+def hook_modules_exactly(
+    model: nn.Module, paths: Iterable[str], runtime: Runtime, partition_of: Mapping[int, str]
+) -> list[RemovableHandle]:
+    """Report the modules' events in DeepSpeed's order: by autograd nodes around their positional inputs and
+    their outputs, one for each tensor, and as each parameter has its gradient.
+
+    `partition_of` gives the partition of a parameter by its id.
+    """
+    handles: list[RemovableHandle] = []
+    for path in paths:
+        module = model.get_submodule(path)
+        handles.append(module.register_forward_pre_hook(partial(_enter, runtime, path)))
+        handles.append(
+            module.register_forward_hook(partial(_leave, runtime, path, partition_of), always_call=True)
+        )
+    for parameter in model.parameters():
+        name = partition_of.get(id(parameter))
+        if name is not None and parameter.requires_grad:
+            accumulated = partial(_accumulated, runtime, name)
+            handles.append(parameter.register_post_accumulate_grad_hook(accumulated))  # type: ignore[no-untyped-call]
+    return handles
+
+
 def record_call_order(model: nn.Module, order: list[str]) -> list[RemovableHandle]:
     """Append to `order` the path of each module when its forward is first called."""
     seen: set[str] = set()
@@ -70,3 +94,72 @@ def _after_forward(runtime: Runtime, path: str, module: nn.Module, args: Any, ou
         base = tensor._base
         if base is not None and base.grad_fn is not None:
             base.register_hook(arrived)  # type: ignore[no-untyped-call]
+
+
+class _Notice(torch.autograd.Function):
+    """The identity; calls `notify` when its gradient passes."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, notify: Callable[[], None]) -> Tensor:
+        ctx.notify = notify
+        return tensor.detach()  # unlike a view, it may be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.notify()
+        return gradient, None
+
+
+def _notice(value: Any, notify: Callable[[], None]) -> Any:
+    """The value with every tensor in it that requires a gradient replaced; mappings and dataclasses in place."""
+    if isinstance(value, Tensor):
+        return _Notice.apply(value, notify) if value.requires_grad else value  # type: ignore[no-untyped-call]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_notice(item, notify) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_notice(item, notify) for item in value)
+    if isinstance(value, MutableMapping):
+        for key, item in value.items():
+            value[key] = _notice(item, notify)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for entry in fields(value):
+            object.__setattr__(value, entry.name, _notice(getattr(value, entry.name), notify))
+    return value
+
+
+class _Countdown:
+    """Tells that a call's backward is over when all its inputs have their gradients."""
+
+    def __init__(self, runtime: Runtime, path: str, count: int) -> None:
+        self._runtime = runtime
+        self._path = path
+        self._left = count
+
+    def __call__(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._runtime.end_backward(self._path)
+
+
+def _enter(runtime: Runtime, path: str, module: nn.Module, args: Any) -> Any:
+    runtime.pre_forward(path)
+    count = sum(tensor.requires_grad for tensor in tensors_in(args)) if torch.is_grad_enabled() else 0
+    return _notice(args, _Countdown(runtime, path, count)) if count else None
+
+
+def _leave(
+    runtime: Runtime, path: str, partition_of: Mapping[int, str], module: nn.Module, args: Any, output: Any
+) -> Any:
+    differentiable = False
+    for tensor in tensors_in(output):
+        differentiable |= tensor.requires_grad
+        if id(tensor) in partition_of:
+            runtime.returned(path, partition_of[id(tensor)])
+    call = runtime.post_forward(path, differentiable=differentiable)
+    if differentiable and torch.is_grad_enabled():
+        return _notice(output, partial(runtime.begin_backward, call))
+    return None
+
+
+def _accumulated(runtime: Runtime, partition: str, parameter: Tensor) -> None:
+    runtime.gradient_ready(partition)

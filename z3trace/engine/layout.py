@@ -8,6 +8,7 @@ frozen parameters are sharded apart, so that gradients are reduced for nothing b
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from z3trace.engine.schedule import interface
@@ -99,12 +100,21 @@ def plan_units(model: nn.Module, unit: str, classes: Sequence[str], group_of: Ma
     return Layout(partitions, {path: tuple(needs[path]) for path in order if path in needs})
 
 
+def plan_parameters(model: nn.Module) -> tuple[PartitionPlan, ...]:
+    """One partition for each parameter, as DeepSpeed has it; its unit is the first module that owns it."""
+    return tuple(
+        PartitionPlan(name, name.rpartition(".")[0], (name,), parameter.requires_grad)
+        for name, parameter in sharded_parameters(model).items()
+    )
+
+
 def describe_model(
-    model: nn.Module, partitions: Sequence[PartitionPlan], numels: Sequence[int], dtype: str
+    model: nn.Module, partitions: Sequence[PartitionPlan], dtype: torch.dtype
 ) -> interface.Model:
-    """The model as a schedule sees it."""
+    """The model as a schedule sees it. `dtype` is the one in which parameters are gathered."""
     home = {name: plan.name for plan in partitions for name in plan.parameters}
-    names = {id(p): name for name, p in sharded_parameters(model).items()}
+    parameters = sharded_parameters(model)
+    names = {id(p): name for name, p in parameters.items()}
     modules = []
     for path, module in model.named_modules():
         owned = (home[names[id(p)]] for p in module.parameters(recurse=False) if id(p) in names)
@@ -114,8 +124,14 @@ def describe_model(
     return interface.Model(
         tuple(modules),
         tuple(
-            interface.Partition(plan.name, plan.parameters, numel, dtype, plan.trainable)
-            for plan, numel in zip(partitions, numels, strict=True)
+            interface.Partition(
+                plan.name,
+                plan.parameters,
+                sum(parameters[name].numel() for name in plan.parameters),
+                str(dtype).removeprefix("torch."),
+                plan.trainable,
+            )
+            for plan in partitions
         ),
     )
 

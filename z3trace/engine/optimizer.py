@@ -16,7 +16,7 @@ from z3trace.engine.collectives import Communicator, all_reduce_sum
 from z3trace.engine.config import OptimizerSettings
 from z3trace.engine.counter import CollectiveCounter
 from z3trace.engine.reduce import GradientReducer
-from z3trace.engine.schedule.interface import Collective
+from z3trace.engine.schedule.interface import Collective, Phase
 from z3trace.engine.storage import ShardedPartition
 from z3trace.errors import UserError
 
@@ -115,22 +115,33 @@ class ShardedOptimizer:
             _initialize_again(optimizer)
 
     def step(
-        self, reducer: GradientReducer, comm: Communicator, counter: CollectiveCounter, clip: float
+        self,
+        reducer: GradientReducer,
+        comm: Communicator,
+        counter: CollectiveCounter,
+        clip: float,
+        *,
+        norm: bool,
     ) -> Tensor | None:
-        """Step on the reduced gradients. With `clip` > 0 the norm of all gradients, before clipping, is
-        returned (a scalar, the same on all ranks)."""
+        """Step on the reduced gradients; what was not reduced counts as zeros.
+
+        With `norm`, the norm of all gradients before clipping is returned (a scalar, the same on all ranks);
+        with `clip` > 0 gradients are scaled down to it.
+        """
         gradients: list[Tensor] = []
         for partition, shard, part in self._ranges:
             total = reducer.gradient(partition)
-            shard.grad = None if total is None else total[part]
-            if shard.grad is not None:
-                gradients.append(shard.grad)
-        norm = _clip(gradients, clip, comm, counter) if clip > 0 and gradients else None
+            shard.grad = torch.zeros_like(shard) if total is None else total[part]
+            gradients.append(shard.grad)
+        total_norm = _norm(gradients, comm, counter) if norm or clip > 0 else None
+        if total_norm is not None and clip > 0:
+            # As torch.nn.utils.clip_grad_norm_ does it, and without asking the device for the value.
+            torch._foreach_mul_(gradients, (clip / (total_norm + 1e-6)).clamp(max=1.0))
         self.optimizer.step()
         for _, shard, _ in self._ranges:
             shard.grad = None
         reducer.clear()
-        return norm
+        return total_norm
 
 
 def _group_slices(
@@ -158,17 +169,18 @@ def _initialize_again(optimizer: torch.optim.Optimizer) -> None:
     type(optimizer).__init__(optimizer, optimizer.param_groups, **arguments)
 
 
-def _clip(
-    gradients: Sequence[Tensor], limit: float, comm: Communicator, counter: CollectiveCounter
-) -> Tensor:
+def _norm(gradients: Sequence[Tensor], comm: Communicator, counter: CollectiveCounter) -> Tensor:
     norms = torch._foreach_norm(list(gradients))
-    square = torch.stack(norms).square().sum()
+    square = torch.stack(norms).to(torch.float64).square().sum()
+    comm.next_sequence()
     handle = all_reduce_sum(square, comm)
     counter.add(
-        Collective.ALL_REDUCE.value, square.element_size(), unit="", module="", reason="gradient_norm"
+        Collective.ALL_REDUCE.value,
+        square.element_size(),
+        phase=Phase.OPTIMIZER,
+        unit="",
+        module="",
+        reason="gradient_norm",
     )
     handle.wait()
-    norm = square.sqrt()
-    # As torch.nn.utils.clip_grad_norm_ does it, and without asking the device for the value.
-    torch._foreach_mul_(list(gradients), (limit / (norm + 1e-6)).clamp(max=1.0))
-    return norm
+    return square.sqrt().to(torch.float32)

@@ -4,22 +4,25 @@ A reduction is issued and left alone; it is finished when its buffer is needed a
 """
 
 from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from z3trace.engine.collectives import Communicator, Handle, add_received, reduce_scatter
+from z3trace.engine.coalesced import pack_gradients
+from z3trace.engine.collectives import Communicator, Handle, all_reduce_sum, received_mean, reduce_scatter
 from z3trace.engine.ranges import labelled
+from z3trace.engine.schedule.interface import Collective
 from z3trace.engine.storage import ShardedPartition
 
 IN_FLIGHT = 2
-"""Reductions of one size that may be under way: one is sent while the next is collected."""
+"""Reductions (of one size) that may be under way: one is sent while the next is collected."""
 
 
 @dataclass(eq=False)
 class _Lane:
-    """Buffers for one reduction of `full.numel()` elements."""
+    """Buffers for reductions of one partition of `full.numel()` elements, one at a time."""
 
     full: Tensor
     received: Tensor
@@ -35,31 +38,46 @@ class _Lane:
         return found
 
 
+@dataclass(eq=False)
+class _Bucket:
+    """One reduction of several partitions. Whole: an all-reduce, of which every rank takes its shards."""
+
+    partitions: Sequence[ShardedPartition]
+    received: Tensor
+    handle: Handle
+    whole: bool
+
+
 class GradientReducer:
     """Averages gradients over the ranks into one flat gradient per partition, in the master's dtype."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._lanes: dict[int, deque[_Lane]] = {}
+        self._buckets: deque[_Bucket] = deque()
         self._gradients: dict[str, Tensor] = {}
         self._fresh: set[str] = set()
 
-    def reduce(self, partition: ShardedPartition) -> Handle:
-        """Collect the gradients of the partition's parameters, clear them there, and send them off.
+    def reduce(self, partitions: Sequence[ShardedPartition], collective: Collective) -> None:
+        """Collect the gradients of the partitions' parameters, clear them there, and send them off.
 
-        A parameter without a gradient counts as zeros.
+        A parameter without a gradient counts as zeros. Several partitions are of one parameter each.
         """
-        lane = self._lane(partition)
-        self._collect(partition, lane)
-        lane.partition = partition
+        if len(partitions) > 1 or collective is Collective.ALL_REDUCE:
+            self._reduce_bucket(partitions, whole=collective is Collective.ALL_REDUCE)
+            return
+        lane = self._lane(partitions[0])
+        self._collect(partitions[0], lane)
+        lane.partition = partitions[0]
         lane.handle = reduce_scatter(lane.received, lane.full, self._comm)
-        return lane.handle
 
     def finish(self) -> None:
         """Finish everything that was issued."""
         for lanes in self._lanes.values():
             for lane in lanes:
-                self._finish(lane)
+                self._finish_lane(lane)
+        while self._buckets:
+            self._finish_bucket(self._buckets.popleft())
 
     def gradient(self, partition: ShardedPartition) -> Tensor | None:
         """The accumulated gradient of the shard; None when none was reduced since `clear`."""
@@ -79,7 +97,7 @@ class GradientReducer:
             return lanes[-1]
         lane = lanes[0]
         lanes.rotate(-1)
-        self._finish(lane)
+        self._finish_lane(lane)
         return lane
 
     def _collect(self, partition: ShardedPartition, lane: _Lane) -> None:
@@ -97,16 +115,66 @@ class GradientReducer:
             torch._foreach_copy_(targets, gradients)
         lane.full[partition.numel :].zero_()
 
-    def _finish(self, lane: _Lane) -> None:
+    def _finish_lane(self, lane: _Lane) -> None:
         partition, handle = lane.partition, lane.handle
         if partition is None or handle is None:
             return
+        self._wait(handle, partition.plan.unit)
+        self._add(partition, received_mean(lane.received, self._comm))
+        lane.partition = lane.handle = None
+
+    def _reduce_bucket(self, partitions: Sequence[ShardedPartition], *, whole: bool) -> None:
+        if len(self._buckets) == IN_FLIGHT:
+            self._finish_bucket(self._buckets.popleft())
+        size = sum(p.padded_numel for p in partitions) * partitions[0].shard.element_size()
+        with labelled("copy_in", bytes=size, params=len(partitions)):
+            packed = pack_gradients(partitions, 1 if whole else self._comm.size)
+        if whole:
+            received, handle = packed, all_reduce_sum(packed, self._comm)
+        else:
+            received = torch.empty_like(packed)
+            handle = reduce_scatter(received.view(-1), packed.view(-1), self._comm)
+        self._buckets.append(_Bucket(partitions, received, handle, whole))
+
+    def _finish_bucket(self, bucket: _Bucket) -> None:
+        self._wait(bucket.handle, bucket.partitions[0].plan.unit)
+        for partition, parts in zip(bucket.partitions, self._shards(bucket), strict=True):
+            self._add(partition, parts)
+
+    def _shards(self, bucket: _Bucket) -> Iterator[list[tuple[Tensor, float]]]:
+        """Per partition, what sums up to this rank's shard of its gradient."""
+        if not bucket.whole:
+            terms = received_mean(bucket.received.view(-1), self._comm)
+            split = [
+                [(t, w) for t in torch.split(row, [p.shard_numel for p in bucket.partitions])]
+                for row, w in terms
+            ]
+            yield from map(list, zip(*split, strict=True))
+            return
+        numels = [p.numel for p in bucket.partitions]
+        for partition, whole in zip(
+            bucket.partitions, torch.split(bucket.received.view(-1), numels), strict=True
+        ):
+            own = whole[self._comm.rank * partition.shard_numel :][: partition.shard_numel]
+            padding = (0, partition.shard_numel - own.numel())
+            yield [(torch.nn.functional.pad(own, padding), 1.0 / self._comm.size)]
+
+    def _add(self, partition: ShardedPartition, terms: Sequence[tuple[Tensor, float]]) -> None:
+        """Add weighted terms (shard_numel elements each) to the partition's gradient."""
         name = partition.plan.name
-        with labelled("reduce_wait", unit=partition.plan.unit):
-            handle.wait()
         total = self._gradients.get(name)
         if total is None:
             total = self._gradients[name] = torch.empty_like(partition.master)
-        add_received(total, lane.received, self._comm, first=name not in self._fresh)
-        self._fresh.add(name)
-        lane.partition = lane.handle = None
+        for term, weight in terms:
+            if name in self._fresh:
+                total.add_(term, alpha=weight)
+            elif term.dtype == total.dtype:
+                torch.mul(term, weight, out=total)
+            else:
+                total.copy_(term).mul_(weight)
+            self._fresh.add(name)
+
+    @staticmethod
+    def _wait(handle: Handle, unit: str) -> None:
+        with labelled("reduce_wait", unit=unit):
+            handle.wait()

@@ -10,7 +10,7 @@ from torch import Tensor
 from z3trace.engine.counter import Progress
 from z3trace.engine.executor import Executor, Place
 from z3trace.engine.ranges import OpenRanges, labelled
-from z3trace.engine.schedule.interface import Actions, MicroBatch, Phase, Schedule
+from z3trace.engine.schedule.interface import MicroBatch, Phase, Schedule
 
 ROOT = ""
 
@@ -122,6 +122,10 @@ class Runtime:
             needed.append(partition)
         return True
 
+    def returned(self, module: str, partition: str) -> None:
+        """The forward of this module is about to return a parameter itself."""
+        self._executor.run(self._schedule.parameter_returned(module, partition))
+
     # Backward
 
     def backward(self, run: Callable[[], None]) -> None:
@@ -140,8 +144,11 @@ class Runtime:
 
     def gradient_arrived(self, call: Call, gradient: Tensor) -> None:
         """The gradient of an output of this call is there: its backward begins with the first of them."""
-        if call.backward == self._backward_count:
-            return
+        if call.backward != self._backward_count:
+            self.begin_backward(call)
+
+    def begin_backward(self, call: Call) -> None:
+        """Tell the schedule that the backward of this call begins."""
         if self._progress.phase is not Phase.BACKWARD:
             raise RuntimeError("backward outside the engine: call engine.backward(loss), not loss.backward()")
         call.backward = self._backward_count
@@ -155,6 +162,16 @@ class Runtime:
             self._executor.run(self._schedule.pre_backward(module, call=call.number))
             self._executor.settle(call.places)
 
+    def end_backward(self, module: str) -> None:
+        """The gradients of the inputs of a call of this module are there."""
+        self._executor.run(self._schedule.post_backward(module))
+        if module != ROOT:
+            self._backwards.end(module)
+
+    def gradient_ready(self, partition: str) -> None:
+        """The parameters of the partition have their gradients."""
+        self._executor.run(self._schedule.gradient_ready(partition))
+
     # Step
 
     @property
@@ -167,15 +184,16 @@ class Runtime:
         self._progress.phase = Phase.OPTIMIZER
         try:
             with labelled("optimizer", phase=Phase.OPTIMIZER.value):
-                self.run(self._schedule.step_begins())
+                self._executor.run(self._schedule.step_begins())
                 update()
-                self.run(self._schedule.step_ends())
+                self._executor.shards_changed()
+                actions = self._schedule.step_ends()
+                if actions:
+                    with labelled("post_step_gather", phase=Phase.OPTIMIZER.value):
+                        self._executor.run(actions)
         finally:
             self._progress.phase = Phase.OTHER
         self._calls.clear()
         self._progress.step += 1
         self._progress.micro_batch = 0
         self._step_started = False
-
-    def run(self, actions: Actions) -> None:
-        self._executor.run(actions)

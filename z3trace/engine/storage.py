@@ -72,6 +72,7 @@ class ShardedPartition:
     world: int
     state: State = State.SHARDED
     slot: Slot | None = None
+    second_shard: Tensor | None = field(default=None, repr=False)
     handle: Handle | None = field(default=None, repr=False)
 
     @property
@@ -125,6 +126,12 @@ class ShardedPartition:
             slot.buffer.copy_(old.buffer)
             old.holder, slot.holder = None, self
         self._bind(slot)
+
+    def cut_again(self, comm: Communicator) -> Tensor:
+        """A second shard, for a smaller group, of the partition while it is whole."""
+        if self.slot is None:
+            raise RuntimeError(f"{self.plan.name} was never gathered: there is nothing to cut")
+        return self.slot.buffer.view(comm.size, -1)[comm.rank].clone()
 
     def publish(self) -> None:
         """After the optimizer changed `master`: bring `shard` up to date."""

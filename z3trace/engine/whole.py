@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from z3trace.engine.collectives import all_gather
 from z3trace.engine.guard import hide, reveal
-from z3trace.engine.schedule.interface import Collective, Reason
+from z3trace.engine.schedule.interface import Collective, Phase, Reason
 from z3trace.engine.storage import ShardedPartition, State, scatter_weights
 from z3trace.errors import UserError
 
@@ -82,7 +82,12 @@ def _gather(shard: Tensor, partition: ShardedPartition, engine: "Engine") -> Ten
     size = whole.numel() * whole.element_size()
     engine.comm.next_sequence()
     engine.counter.add(
-        Collective.ALL_GATHER.value, size, unit=partition.plan.unit, module="", reason=Reason.DEMAND.value
+        Collective.ALL_GATHER.value,
+        size,
+        phase=Phase.OTHER,
+        unit=partition.plan.unit,
+        module="",
+        reason=Reason.DEMAND.value,
     )
     all_gather(whole, shard, engine.comm).wait()
     return whole
