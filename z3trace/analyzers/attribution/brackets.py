@@ -32,6 +32,7 @@ from z3trace.engine.schedule.model_file import Description
 
 ENTRY, EXIT = "PostBackwardFunctionModule", "PreBackwardFunctionForModule"
 BACKWARD_FETCH = EXIT + "Backward"
+REENTRANT = "CheckpointFunctionBackward"
 Integers = NDArray[np.int64]
 Pass = tuple[int, int]  # step, micro-batch
 
@@ -46,6 +47,11 @@ class Hooks:
     trace: Trace
     forwards: dict[Pass, list[Hook]]
     recomputed: dict[int, list[Hook]]
+
+    @property
+    def reentrant(self) -> bool:
+        """Whether recomputations are activation checkpointing's older kind."""
+        return any(REENTRANT in self.trace.name_of(node) for node in self.recomputed)
 
 
 def find_hooks(trace: Trace, steps: Steps, phases: Phases) -> Hooks:
@@ -112,12 +118,18 @@ def _aligned(hooks: Hooks, tree: CallTree, *, named: bool) -> Calls | None:
 
 
 def _align_recomputations(hooks: Hooks, calls: Calls) -> None:
-    """A recomputation runs the call around the one whose backward needs it or, reentrant, the one before it."""
+    """A recomputation runs the call around the one whose backward needs it.
+
+    A reentrant one runs before the backward of what is inside: it is of that call, or of the one before it, that
+    has as many calls and was not computed again in this pass.
+    """
     trace, tree = hooks.trace, calls.tree
     sequence = trace.ints("sequence")
     fetches = host_spans(trace, lambda name: name == BACKWARD_FETCH)
     fetches = fetches[np.argsort(trace.ts[fetches], kind="stable")]
     by_sequence = {int(sequence[row]): call for row, call in calls.of_row.items() if sequence[row] != NULL}
+    passes = sorted(int(trace.ts[events[0].row]) for events in hooks.forwards.values())
+    done: set[tuple[int, int | None]] = set()
     for node, events in sorted(hooks.recomputed.items(), key=lambda item: trace.ts[item[1][0].row]):
         latest = int(np.searchsorted(trace.ts[fetches], trace.ts[events[0].row])) - 1
         current = by_sequence.get(int(sequence[fetches[latest]])) if latest >= 0 else None
@@ -126,11 +138,13 @@ def _align_recomputations(hooks: Hooks, calls: Calls) -> None:
         length = sum(
             1 for k, hook in enumerate(events) if not hook.is_exit and (k == 0 or events[k - 1].is_exit)
         )
-        reentrant = "CheckpointFunctionBackward" in trace.name_of(node)
-        if reentrant:
-            top = next((c for c in tree.before(current) if tree.length(c) == length), None)
+        begun = bisect_right(passes, int(trace.ts[events[0].row]))
+        if REENTRANT in trace.name_of(node):
+            candidates = (c for c in (*tree.around(current), *tree.before(current)) if (begun, c) not in done)
+            top = next((c for c in candidates if tree.length(c) == length), None)
         else:
             top = next((c for c in tree.around(current) if tree.length(c) >= length), None)
+        done.add((begun, top))
         found = tree.align(events, top, whole=False) if top is not None else None
         for row, call in (found or {}).items():
             calls.of_row[row] = call

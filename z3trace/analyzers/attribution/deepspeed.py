@@ -145,7 +145,7 @@ def _by_schedule(
     owners = [Owner()] * len(collectives)
     left = dict(steps)
     assumptions: list[str] = []
-    for assumption, description in _variants(base, recomputes=bool(hooks.recomputed)):
+    for assumption, description in _variants(base, hooks):
         predicted = _predicted(description)
         if predicted is None:
             continue
@@ -180,14 +180,19 @@ def _matches(
     )
 
 
-def _variants(base: Description, *, recomputes: bool) -> Iterator[tuple[str, Description]]:
+def _variants(base: Description, hooks: brackets.Hooks) -> Iterator[tuple[str, Description]]:
     """The description, and the same with what scripts do to a model without saying so, likeliest first."""
     checkpointing: list[tuple[str, CallFacts]] = [("", base.facts)]
     levels = _repeated_levels(base.model)
-    if recomputes and not base.facts.checkpointed:
+    if hooks.recomputed and not (base.facts.checkpointed or base.facts.checkpointed_bodies):
+        facts = replace(base.facts, reentrant=hooks.reentrant)
         checkpointing = [
-            (f"activation checkpointing of {name}", replace(base.facts, checkpointed=frozenset(members)))
+            (f"activation checkpointing of {name}", variant)
             for name, members in levels
+            for variant in (
+                replace(facts, checkpointed=frozenset(members)),
+                replace(facts, checkpointed_bodies=frozenset(members)),
+            )
         ]
     leaves: list[tuple[str, tuple[str, ...], bool]] = [("", (), False)]
     leaves += [(f"{name} are leaves, set after initialize", members, True) for name, members in levels]
