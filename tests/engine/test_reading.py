@@ -163,6 +163,26 @@ def test_wrong_uses_are_explained() -> None:
         engine(models.batch(0, 0, 1)).backward()
 
 
+def test_after_a_backward_that_failed_nothing_goes_on() -> None:
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            raise ValueError("no gradient today")
+
+    model, engine = trained(1)
+    handle = model.layers[1].register_forward_hook(lambda m, args, output: Failing.apply(output))
+    loss = engine(models.batch(0, 0, 1))
+    handle.remove()
+    with pytest.raises(ValueError, match="today"):
+        engine.backward(loss)
+    with pytest.raises(RuntimeError, match="start them again"):
+        engine(models.batch(0, 0, 1))
+
+
 def test_a_forward_that_fails_leaves_a_usable_engine() -> None:
     (model, engine), (other, reference) = trained(1), trained(1)
     with pytest.raises(IndexError):

@@ -168,16 +168,11 @@ class Executor:
             if partition.slot is not slot:
                 self._slots.settle(partition, slot)
 
-    def drain(self) -> None:
-        """After an error: wait for what is under way and give up everything that is gathered."""
-        for partition in self._partitions.values():
-            if partition.state is not State.SHARDED:
-                partition.end_gather()
-                partition.release()
-
 
 def _units(partitions: Sequence[ShardedPartition]) -> str:
     """The modules whose parameters these are; several are joined by "+"."""
+    if len(partitions) == 1:
+        return partitions[0].plan.unit
     return "+".join(dict.fromkeys(partition.plan.unit for partition in partitions))
 
 

@@ -56,6 +56,7 @@ class Runtime:
         self._calls: dict[str, list[Call]] = {}  # those whose backward is still to come
         self._reached = ROOT  # the module whose backward began last
         self._backward_count = 0
+        self._broken = False
 
     # Forward
 
@@ -100,6 +101,8 @@ class Runtime:
         return call
 
     def _begin_forward(self) -> None:
+        if self._broken:
+            raise RuntimeError("a backward failed half way: the ranks may be out of step, start them again")
         grad = torch.is_grad_enabled()
         if grad and not self._step_started:
             self._step_started = True
@@ -134,9 +137,11 @@ class Runtime:
         self._backward_count += 1
         self._reached = ROOT
         self._backwards.begin(ROOT)
+        self._broken = True
         try:
             run()
             self._executor.run(self._schedule.backward_ends())
+            self._broken = False
         finally:
             self._backwards.end_all()
             self._progress.phase = Phase.OTHER
