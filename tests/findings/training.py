@@ -48,6 +48,11 @@ class Plan:
     generate: int = 0  # forwards without backward instead of training
     invalid: bool = False  # every persistent parameter fetched by itself in the passes, no prefetch
     slow: float = 1.0  # this rank's compute
+    expert_parts: bool = False  # the parts of a layer are experts
+    reduces: int = 1  # reduce-scatters for a layer
+    cpu_optimizer: int = 0  # the optimizer runs on the host for so long
+    missing_gather: bool = False  # one gather of the last step is of another size
+    allocated: int = 0  # bytes that the profiler's memory events show
     metadata: dict = field(default_factory=dict)
 
 
@@ -69,8 +74,14 @@ class Rank:
         self.correlation = 0
         self.tid = MAIN
         self.sequence = 0
+        self.step = 0
         for step in range(plan.steps):
             self._step(step)
+        if plan.allocated:
+            self.events.append({"ph": "i", "s": "t", "cat": "cpu_instant_event", "name": "[memory]", "pid": 7,
+                                "tid": MAIN, "ts": (self.now - MS) / 1000,
+                                "args": {"Total Allocated": plan.allocated, "Total Reserved": 2 * plan.allocated,
+                                         "Bytes": 512, "Device Id": 0, "Device Type": 1}})  # fmt: skip
 
     # Host and device.
 
@@ -104,7 +115,9 @@ class Rank:
     def wait(self, call, until):
         start = self.now
         self.now = max(self.now + 5 * US, until)
-        self._event(call, start, self.now, "cuda_runtime", 7, self.tid, {"correlation": 10**7 + len(self.events)})
+        self._event(
+            call, start, self.now, "cuda_runtime", 7, self.tid, {"correlation": 10**7 + len(self.events)}
+        )
 
     def collective(self, kind, elements, stream, after=()):
         """Issue a collective of so many elements in all; its op."""
@@ -151,7 +164,7 @@ class Rank:
     # The training.
 
     def _step(self, number):
-        begin, plan = self.now, self.plan
+        begin, plan, self.step = self.now, self.plan, number
         self.host("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", plan.dataloader,
                   cat="user_annotation")  # fmt: skip
         for _ in range(max(1, plan.generate) - 1 if plan.generate else 0):
@@ -169,7 +182,7 @@ class Rank:
     def _sizes(self):
         """Elements of each gather of a layer."""
         weights = [1 + k % 3 for k in range(self.plan.parts)]
-        parts = [self.plan.layer_elements // 48 * 48 * w // sum(weights) // 64 * 64 for w in weights]
+        parts = [self.plan.layer_elements * w // sum(weights) // 4096 * 4096 for w in weights]
         return parts + [512] * self.plan.tiny_parts
 
     def _hook(self, verb, unit, inside):
@@ -187,7 +200,9 @@ class Rank:
         def issue():
             if self.plan.framework == "fsdp2":
                 suffix = f" ({unit})" if unit else ""
-                return self.host(f"FSDP::all_gather{suffix}", 6 * US, cat="user_annotation", inside=collective)
+                return self.host(
+                    f"FSDP::all_gather{suffix}", 6 * US, cat="user_annotation", inside=collective
+                )
             return collective()
 
         def collective():
@@ -203,9 +218,12 @@ class Rank:
         if self.plan.invalid and layer >= 0:
             sizes = [s for n in self.plan.post_step for s in (n,)] + sizes
         several = len(sizes) > 1
+        part = "mlp.experts." if self.plan.expert_parts else "part"
+        if self.plan.missing_gather and self.step == self.plan.steps - 1 and layer == 2:
+            sizes = [size // 2 for size in sizes]
         return [
-            self._gather(f"{self._unit(layer)}.part{k}" if several and layer >= 0 else self._unit(layer), size, after,
-                         verb, hook)
+            self._gather(f"{self._unit(layer)}.{part}{k}" if several and layer >= 0 else self._unit(layer), size,
+                         after, verb, hook)
             for k, size in enumerate(sizes)
         ]  # fmt: skip
 
@@ -231,7 +249,11 @@ class Rank:
         finished: list[Op | None] = []
         for number, layer in enumerate(units):
             # A gather may run while the `ahead` units before it compute.
-            held = finished[number - 1 - max(0, plan.ahead - 1)] if number - 1 - max(0, plan.ahead - 1) >= 0 else None
+            held = (
+                finished[number - 1 - max(0, plan.ahead - 1)]
+                if number - 1 - max(0, plan.ahead - 1) >= 0
+                else None
+            )
             if plan.ahead == 0 or plan.invalid:
                 held = finished[-1] if finished else None
                 if held and layer > 0:
@@ -246,6 +268,8 @@ class Rank:
             if plan.sync_layers and layer >= 0:
                 self.host("aten::item", 4 * US, inside=lambda until=done.end: self.wait("cudaStreamSynchronize",
                                                                                         until))  # fmt: skip
+            if plan.framework == "fsdp2" and layer >= 0:
+                self.host(f"FSDP::post_forward ({self._unit(layer)})", 4 * US, cat="user_annotation")
             finished.append(done)
         return done
 
@@ -275,8 +299,11 @@ class Rank:
             fetch(layer, (finished,) if late else ())
             if plan.backward_prefetch and position + 1 < len(order):
                 fetch(order[position + 1], hook=self._unit(layer))
+            if plan.framework == "fsdp2" and not plan.regather:
+                self.host(f"FSDP::pre_backward ({self._unit(layer)})", 4 * US, cat="user_annotation")
             finished = self._compute("aten::mm", 2 * plan.compute, ready.get(layer, ()))
-            self._reduce(layer, sum(self._sizes()), finished)
+            for _ in range(plan.reduces):
+                self._reduce(layer, sum(self._sizes()) // plan.reduces // 64 * 64, finished)
 
         for position, layer in enumerate(order):
             self._node("MmBackward0", numbers - position, lambda p=position, n=layer: one(p, n))
@@ -302,6 +329,9 @@ class Rank:
 
         def update():
             self.free[COMPUTE] = max(self.free.get(COMPUTE, 0), busy)
+            if self.plan.cpu_optimizer:
+                self.wait("cudaStreamSynchronize", busy)
+                self.host("DeepSpeedCPUAdam", self.plan.cpu_optimizer)
             self.launch("adam", 300 * US, COMPUTE)
 
         self.host("Optimizer.step#AdamW.step", 30 * US, cat="user_annotation", inside=update)

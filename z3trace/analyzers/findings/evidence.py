@@ -177,6 +177,17 @@ class Evidence:
             for found in self.idle_by_rank
         ]
 
+    def idle_while(self, *states: str, phase: str) -> float:
+        """Idle time of a phase in which the host was in one of these states, whatever the cause."""
+        total = 0
+        for rank in self.ranks:
+            pieces = rank.idle.host_state
+            codes, _ = rank.phases.at(pieces.starts)
+            own = np.isin(pieces.codes, [CAUSES.index(name) for name in states])
+            own &= (codes == PHASES.index(phase)) & _in_used_steps(rank, pieces.starts)
+            total += int((pieces.ends - pieces.starts)[own].sum())
+        return self.mean(total)
+
     def idle_calls(self, *causes: str) -> list[tuple[int, str, int, float]]:
         """(rank position, phase of the call, event, ns in all used steps) of each host event idle is charged to."""
         found: dict[tuple[int, int], float] = defaultdict(float)

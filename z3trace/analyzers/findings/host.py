@@ -140,7 +140,7 @@ def data_wait(evidence: Evidence) -> Finding | None:
 
 def offload_bound(evidence: Evidence) -> Finding | None:
     """The optimizer runs on the host (offload_optimizer) while the device idles."""
-    idle = evidence.idle("host_optimizer", "host_dispatch", "host_other", phases=("optimizer",))
+    idle = evidence.idle_while("host_optimizer", "host_dispatch", "host_other", phase="optimizer")
     names = ("CPUAdam", "cpu_adam", "DeepSpeedCPU", "offload")
     seen = [
         name for rank in evidence.ranks[:1] for name in rank.trace.values("name")

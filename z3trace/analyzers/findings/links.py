@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -9,6 +10,7 @@ from z3trace.analyzers.findings import thresholds as th
 from z3trace.analyzers.findings.base import Finding, Settings
 from z3trace.analyzers.findings.evidence import Evidence
 from z3trace.analyzers.ranks import Link
+from z3trace.analyzers.ranks.links import LARGE_BYTES
 from z3trace.analyzers.ranks.matching import members_of_groups
 from z3trace.analyzers.trace import NULL
 
@@ -34,9 +36,22 @@ def spans_nodes(evidence: Evidence, link: Link) -> bool | None:
     """Whether a group has members on several hosts; None where its size is not known."""
     per_node = devices_per_node(evidence)
     members = _members(evidence, link.group)
+    hosts = _hosts(evidence)
+    if members and all(rank in hosts for rank in members):
+        return len({hosts[rank] for rank in members}) > 1
     if members:
         return len({rank // per_node for rank in members}) > 1
     return None if link.world is None else link.world > per_node
+
+
+def _hosts(evidence: Evidence) -> dict[int, str]:
+    """Rank -> host, where the run's record says."""
+    ranks = evidence.description.get("ranks")
+    return {
+        entry["rank"]: str(entry["host"])
+        for entry in (ranks if isinstance(ranks, list) else [])
+        if isinstance(entry, Mapping) and isinstance(entry.get("rank"), int) and entry.get("host")
+    }
 
 
 def _members(evidence: Evidence, group: str | None) -> list[int]:
@@ -63,9 +78,10 @@ def _slow(evidence: Evidence, between_nodes: bool) -> Finding | None:
     if not evidence.on_device or not evidence.joined.several:
         return None
     cost, slow = 0.0, []
-    unaligned = _unaligned_share(evidence) > 0.5
+    if _payloads(evidence).slower:
+        return None  # that, not the link, is what is slow
     for link in evidence.joined.links:
-        if link.bus_gb_per_s is None or unaligned:
+        if link.bus_gb_per_s is None:
             continue
         limit, expected, inter = _limits(evidence, link)
         if inter is not between_nodes or link.bus_gb_per_s >= limit:
@@ -122,65 +138,71 @@ def slow_inter_node_link(evidence: Evidence) -> Finding | None:
 
 
 def _payload(evidence: Evidence, position: int, k: int) -> int | None:
-    """Bytes that one rank contributes; None where unknown or small enough to be all latency."""
+    """Bytes that one rank contributes; None where unknown."""
     c = evidence.ranks[position].collectives
-    if c.bytes[k] == NULL or c.world[k] in (NULL, 0) or c.bytes[k] <= th.TINY_BYTES:
+    if c.bytes[k] == NULL or c.world[k] in (NULL, 0):
         return None
     return int(c.bytes[k]) // int(c.world[k])
 
 
-def _unaligned_share(evidence: Evidence) -> float:
-    """Share of the large gathers and reductions, by bytes, whose shards are no multiple of 16 bytes."""
-    odd = total = 0
+@dataclass(frozen=True)
+class _Payloads:
+    """Rates in bytes/ns of large aligned and unaligned transfers (medians; None without any), and the unaligned
+    transfers themselves: (rank, index, rate)."""
+
+    aligned: float | None
+    unaligned: float | None
+    odd: tuple[tuple[int, int, float], ...]
+
+    @property
+    def slower(self) -> bool:
+        """Whether the unaligned ones are seen to be slower."""
+        known = self.aligned is not None and self.unaligned is not None
+        return known and (self.aligned or 0) >= th.UNALIGNED_SLOWDOWN * (self.unaligned or 0)
+
+
+def _payloads(evidence: Evidence) -> _Payloads:
+    rates: dict[bool, list[float]] = {True: [], False: []}
+    odd: list[tuple[int, int, float]] = []
     for position, rank in enumerate(evidence.ranks):
-        c = rank.collectives
-        for k in np.flatnonzero(c.is_kind("all_gather", "reduce_scatter")).tolist():
+        c, used = rank.collectives, evidence.joined.used(position)
+        large = c.is_kind("all_gather", "reduce_scatter") & used & (c.start != NULL)
+        for k in np.flatnonzero(large & (c.bytes > LARGE_BYTES)).tolist():
             payload = _payload(evidence, position, k)
-            if payload is not None:
-                total += payload
-                odd += payload if payload % th.PAYLOAD_ALIGNMENT else 0
-    return odd / total if total else 0.0
+            moved = int(evidence.joined.arrivals.transfer[position][k])
+            time = moved if moved != NULL else int(c.end[k] - c.start[k])
+            if payload is None or time <= 0:
+                continue
+            rate, aligned = int(c.bytes[k]) / time, payload % th.PAYLOAD_ALIGNMENT == 0
+            rates[aligned].append(rate)
+            if not aligned:
+                odd.append((position, k, rate))
+    return _Payloads(
+        float(np.median(rates[True])) if rates[True] else None,
+        float(np.median(rates[False])) if rates[False] else None,
+        tuple(odd),
+    )
 
 
 def unaligned_payload(evidence: Evidence) -> Finding | None:
     """Shards that are no multiple of 16 bytes, and slower for it."""
     if not evidence.on_device:
         return None
-    rates: dict[bool, list[float]] = {True: [], False: []}
-    odd: list[tuple[int, int, float]] = []
-    for position, rank in enumerate(evidence.ranks):
-        c, used = rank.collectives, evidence.joined.used(position)
-        for k in np.flatnonzero(
-            c.is_kind("all_gather", "reduce_scatter") & used & (c.start != NULL)
-        ).tolist():
-            payload = _payload(evidence, position, k)
-            moved = int(evidence.joined.arrivals.transfer[position][k])
-            time = moved if moved != NULL else int(c.end[k] - c.start[k])
-            if payload is None or time <= 0:
-                continue
-            aligned = payload % th.PAYLOAD_ALIGNMENT == 0
-            if c.bytes[k] > 1_000_000:
-                rates[aligned].append(int(c.bytes[k]) / time)
-            if not aligned:
-                odd.append((position, k, int(c.bytes[k]) / time))
-    if not odd or not rates[False]:
+    found = _payloads(evidence)
+    if not found.slower or not found.aligned or not found.unaligned:
         return None
-    usual = float(np.median(rates[True])) if rates[True] else None
-    slow = float(np.median(rates[False]))
-    if usual is not None and usual < th.UNALIGNED_SLOWDOWN * slow:
-        return None
-    cost = None
-    if usual is not None:
-        cost = evidence.mean(
-            sum(evidence.own_exposed(p, k) * max(0.0, 1 - rate / usual) for p, k, rate in odd)
-        )
+    usual = found.aligned
+    cost = evidence.mean(
+        sum(evidence.own_exposed(p, k) * max(0.0, 1 - rate / usual) for p, k, rate in found.odd)
+    )
+    count = evidence.mean(len(found.odd))
     return Finding(
         "unaligned_payload",
-        f"{evidence.mean(len(odd)):.0f} large collectives a step carry shards that are no multiple of 16 bytes",
+        f"{count:.0f} large collectives a step carry shards that are no multiple of 16 bytes",
         cost,
         {
-            "collectives_per_step": round(evidence.mean(len(odd)), 1), "gb_per_s": round(slow, 2),
-            "aligned_gb_per_s": None if usual is None else round(usual, 2),
+            "collectives_per_step": round(count, 1), "gb_per_s": round(found.unaligned, 2),
+            "aligned_gb_per_s": round(usual, 2),
         },
         ("sizes that divide by the number of ranks times 8 (vocabulary, hidden size): pad them",
          *Settings(z3trace=("z3trace pads its shards: nothing to set",),

@@ -53,9 +53,9 @@ def profiler_overhead(evidence: Evidence) -> Finding | None:
         for step in rank.get("steps", ()) if isinstance(rank, Mapping) else ():
             if isinstance(step, Mapping) and isinstance(step.get("duration_ns"), int):
                 state = step.get("state")
-                if state in ("plain", "unprofiled", "measured"):
+                if state == "unprofiled":
                     plain.append(int(step["duration_ns"]))
-                elif state in ("profiled", "recorded", "active"):
+                elif state == "profiled":
                     profiled.append(int(step["duration_ns"]))
     if not plain or not profiled:
         return None

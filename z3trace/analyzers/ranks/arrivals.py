@@ -20,8 +20,9 @@ class Arrivals:
     """For each rank, parallel to its collectives (NULL where unknown).
 
     `transfer` and `wait` add up to the collective's duration; `late`: by how much the rank came after the
-    median of the others where it was the last, else 0; `last`: position of the rank that came last (-1);
-    `exposed_wait`: the part of the wait that no compute hides, each ns owned by one collective.
+    median of the others where it was the last, else 0; `last`: position of the rank that came last (-1: not
+    known, or several did); `exposed_wait`: the part of the wait that no compute hides, each ns owned by one
+    collective.
     """
 
     transfer: list[Integers]
@@ -49,7 +50,9 @@ def find_arrivals(
             continue
         begun = np.array([common[row, p] for p, _ in there])
         final = int(begun.max())
-        latest = there[int(begun.argmax())][0]
+        # Of ranks that came at the very same time none is the last.
+        alone = int(np.count_nonzero(begun == final)) == 1
+        latest = there[int(begun.argmax())][0] if alone else -1
         for (p, k), start in zip(there, begun.tolist(), strict=True):
             duration = int(ends[row, p] - starts[row, p])
             wait[p][k] = min(final - start, duration)
