@@ -124,6 +124,13 @@ def test_evaluation_between_training_steps_changes_nothing_and_gathers_no_gradie
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
+@pytest.mark.parametrize(("prefetch", "blocks"), [(0, 1), (1, 2), (2, 3)])
+def test_no_more_blocks_are_whole_at_once_than_fetched_ahead(prefetch: int, blocks: int) -> None:
+    _, engine = trained(3, prefetch=prefetch)
+    sizes = {p.plan.name: p.padded_numel for p in engine.partitions.values()}
+    assert engine._slots.numel == sizes[""] + blocks * sizes["layers.0"]
+
+
 def test_two_forwards_before_two_backwards() -> None:
     model = models.build("Chain")
     engine = z3.initialize(model, torch.optim.SGD, {"gradient_accumulation_steps": 2})

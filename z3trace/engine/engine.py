@@ -61,9 +61,10 @@ class Engine:
         self.counter = CollectiveCounter(self._progress)
         self._sharded_optimizer = optimizer
         self._reducer = GradientReducer(comm)
+        self._slots = SlotPool(dtype, device)
         second = _second_group(config, comm)
         executor = Executor(
-            partitions, SlotPool(dtype, device), self._reducer, comm, second, self.counter,
+            partitions, self._slots, self._reducer, comm, second, self.counter,
             self._progress,
         )  # fmt: skip
         if second is not comm:
