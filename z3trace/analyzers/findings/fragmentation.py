@@ -155,7 +155,7 @@ def fragmented_all_gathers(evidence: Evidence) -> Finding | None:
     bucket = evidence.setting("stage3_prefetch_bucket_size")
     settings = list(_ONE_PER_LAYER.of(evidence.framework))
     title = f"{per_layer:.3g} all-gathers for one layer in a pass where one would do"
-    if bucket is not None and _prefetches(evidence):
+    if isinstance(bucket, int) and _prefetches(evidence) and _below_a_layer(evidence, bucket):
         title += f": a prefetch bucket of {bucket} elements fetches about one matrix at a time"
         settings[0:0] = [s for s in settings if s.startswith("stage3_prefetch")]
         settings = list(dict.fromkeys(settings))
@@ -172,6 +172,16 @@ def fragmented_all_gathers(evidence: Evidence) -> Finding | None:
         },
         settings,
     )  # fmt: skip
+
+
+def _below_a_layer(evidence: Evidence, elements: int) -> bool:
+    """Whether so many elements, of two bytes at least, are less than what one layer gathers in a pass."""
+    per_layer = [
+        sum(g.bytes for g in members if g.layer == layer)
+        for members in evidence.passes.values()
+        for layer in {g.layer for g in members if is_layer(g.layer)}
+    ]
+    return bool(per_layer) and 2 * elements < float(np.median(per_layer))
 
 
 def _prefetches(evidence: Evidence) -> bool:

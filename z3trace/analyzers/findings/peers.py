@@ -79,9 +79,9 @@ def _often(evidence: Evidence, position: int) -> bool:
 
 
 def _habit(evidence: Evidence) -> Severity | None:
-    """On CPU one step's lateness is the machine's noise: info; otherwise severity goes by cost."""
+    """On CPU a few steps' lateness is the machine's noise: info; otherwise severity goes by cost."""
     steps = max(evidence.joined.used_steps(p) for p in range(len(evidence.ranks)))
-    return "info" if steps < 2 and not evidence.on_device else None
+    return "info" if steps < th.STEPS_OF_A_HABIT and not evidence.on_device else None
 
 
 def straggler(evidence: Evidence) -> Finding | None:

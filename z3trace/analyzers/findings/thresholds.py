@@ -45,6 +45,9 @@ UNALIGNED_SLOWDOWN = 1.3
 STRAGGLER_SHARE = 0.25
 """Share of all waiting that a rank must cause beyond 1/n, its part if lateness went round: 75 % of two ranks'."""
 
+STEPS_OF_A_HABIT = 3
+"""Used steps from which on lateness on a CPU, which other programs share, is more than chance."""
+
 # Copies.
 COPY_BYTES_PER_NS = 800
 """Copies in or out of a collective's buffer: half of an A100's memory bandwidth, each byte read and written."""
