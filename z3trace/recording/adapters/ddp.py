@@ -16,9 +16,7 @@ def distributes(model: "nn.Module") -> bool:
 
 def unwrapped(model: "nn.Module") -> "nn.Module":
     """The user's own model, without the wrapper around it."""
-    wrapper = _wrapper(model)
-    inner: nn.Module = model if wrapper is None or wrapper is not model else wrapper.module
-    return inner
+    return next(model.children()) if _wrapper(model) is model else model
 
 
 def describe(model: "nn.Module") -> dict[str, Any]:
