@@ -51,9 +51,12 @@ def test_bare_layers_are_blocks_where_there_is_nothing_else() -> None:
     assert block_paths(model) == ("0", "2", "4")
 
 
-def test_experts_are_no_blocks() -> None:
+def test_experts_are_no_units() -> None:
     model = nn.ModuleDict({"layers": nn.ModuleList(Mixture() for _ in range(3))})
     assert block_paths(model) == tuple(f"layers.{i}" for i in range(3))
+    by_module = {p.name: p.parameters for p in plan_units(model, "module", (), {}).partitions}
+    assert set(by_module) == {f"layers.{i}{end}" for i in range(3) for end in ("", ".router")}
+    assert len(by_module["layers.1"]) == 9 * 7
 
 
 def test_a_model_without_repetition_is_one_unit() -> None:

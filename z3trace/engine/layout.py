@@ -62,15 +62,25 @@ def block_paths(model: nn.Module, classes: Sequence[str] = ()) -> tuple[str, ...
     return _outermost(path for path in wanted if path)
 
 
+def module_paths(model: nn.Module) -> tuple[str, ...]:
+    """The paths of the modules that own parameters; experts count as a part of the module that has their list,
+    for which of them run differs from rank to rank."""
+    paths: dict[str, None] = {}
+    for path, module in model.named_modules():
+        if any(True for _ in module.parameters(recurse=False)):
+            parts = path.split(".")
+            experts = [i for i, part in enumerate(parts[:-1]) if "expert" in part.lower()]
+            paths[".".join(parts[: experts[0]]) if experts else path] = None
+    return tuple(paths)
+
+
 def plan_units(model: nn.Module, unit: str, classes: Sequence[str], group_of: Mapping[int, int]) -> Layout:
     """The layer-wise layout. `group_of` gives the optimizer's group of a parameter by its id: parameters of
     one group lie together within their unit, so that each group is one range of the flat shard."""
     if unit == "block":
         units = block_paths(model, classes)
     else:
-        units = tuple(
-            path for path, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))
-        )
+        units = module_paths(model)
     owner = _Owners(units)
     homes: dict[int, str] = {}
     readers: dict[int, list[str]] = {}
