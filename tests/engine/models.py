@@ -277,6 +277,31 @@ class Buffers(Chain):
         return self.batch_norm(x.transpose(1, 2)).transpose(1, 2)
 
 
+class Mixture(nn.Module):
+    """Separate experts, of which the data choose one: ranks differ in which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts[int(x.detach().sum().abs() * 100) % len(self.experts)](x)
+
+
+class Experts(Chain):
+    """A mixture of experts after every block; a leaf where a schedule gathers modules on their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixtures = nn.ModuleList(Mixture() for _ in self.layers)
+
+    def body(self, x: Tensor) -> Tensor:
+        for layer, mixture in zip(self.layers, self.mixtures, strict=True):
+            x = layer(x)
+            x = x + mixture(x)
+        return x
+
+
 class Single(nn.Module):
     """No block, one parameter of one element fewer than the ranks."""
 
@@ -293,7 +318,7 @@ MODELS = {
     for kind in (
         Chain, Tied, Frozen, Twice, Reversed, Branches, Dynamic, Structured, Nested, InPlace, External, Attention,
         Unused, RankDependent, Checkpointed, CheckpointedReentrant, CheckpointedPairs,
-        CheckpointedPairsReentrant, Buffers, Single,
+        CheckpointedPairsReentrant, Buffers, Experts, Single,
     )
 }  # fmt: skip
 

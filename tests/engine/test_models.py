@@ -20,7 +20,7 @@ def train_all(names: list[str], unit: str) -> dict[str, dict[str, float]]:
 @pytest.mark.parametrize(("world", "unit"), [(2, "block"), (2, "module"), (3, "block")])
 def test_unusual_models_equal_replicas(world: int, unit: str) -> None:
     names = list(MODELS)
-    for differences in run_world(train_all, world, names, unit):
+    for differences in run_world(train_all, world, names, unit, timeout=100):
         assert list(differences) == names
         for name, difference in differences.items():
             assert difference["loss"] <= 1e-5, name
