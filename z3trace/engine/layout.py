@@ -77,10 +77,7 @@ def module_paths(model: nn.Module) -> tuple[str, ...]:
 def plan_units(model: nn.Module, unit: str, classes: Sequence[str], group_of: Mapping[int, int]) -> Layout:
     """The layer-wise layout. `group_of` gives the optimizer's group of a parameter by its id: parameters of
     one group lie together within their unit, so that each group is one range of the flat shard."""
-    if unit == "block":
-        units = block_paths(model, classes)
-    else:
-        units = module_paths(model)
+    units = block_paths(model, classes) if unit == "block" else module_paths(model)
     owner = _Owners(units)
     homes: dict[int, str] = {}
     readers: dict[int, list[str]] = {}
