@@ -47,6 +47,17 @@ from z3trace.recording.settings import RecordSettings
     help="Steps to record.",
 )
 @click.option(
+    "--step-from",
+    metavar="MODULE:FUNCTION",
+    help="A step ends where this function returns. Without it steps are found by themselves.",
+)
+@click.option("--no-labels", is_flag=True, help="Leave the training libraries untouched: write no labels.")
+@click.option("--no-shapes", is_flag=True, help="Record no shapes: smaller traces, sizes unknown on CPU.")
+@click.option(
+    "--with-stack", is_flag=True, help="Record Python stacks: some 15 times the events, slower steps."
+)
+@click.option("--memory", is_flag=True, help="Record allocations.")
+@click.option(
     "-o",
     "--output",
     type=click.Path(path_type=Path),
@@ -72,6 +83,11 @@ def record(
     skip: int,
     warmup: int,
     steps: int,
+    step_from: str | None,
+    no_labels: bool,
+    no_shapes: bool,
+    with_stack: bool,
+    memory: bool,
     output: Path | None,
     force: bool,
     exit_grace: float,
@@ -87,6 +103,7 @@ def record(
     z3trace record --nproc-per-node 2 train.py --lr 1e-3
     torchrun --nproc-per-node 8 -m z3trace record train.py --lr 1e-3
     """
+    from z3trace.recording.active import check_step_from
     from z3trace.recording.launch import become_worker, launch
     from z3trace.recording.place import choose_directory
     from z3trace.recording.program import Program
@@ -99,11 +116,18 @@ def record(
         raise UserError("a launcher already started this process (RANK is set): leave out --nproc-per-node")
     program = Program(script, args, module=module)
     program.check()
+    if step_from is not None:
+        check_step_from(step_from)
     settings = RecordSettings(
         directory=choose_directory(output, program, force=force),
         skip=skip,
         warmup=warmup,
         steps=steps,
+        record_shapes=not no_shapes,
+        with_stack=with_stack,
+        profile_memory=memory,
+        labels=not no_labels,
+        step_from=step_from,
         exit_grace=exit_grace,
         verbosity=options.verbosity,
         command=(Path(sys.argv[0]).name, *sys.argv[1:]),

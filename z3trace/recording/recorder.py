@@ -50,6 +50,7 @@ class Recorder:
         self._training: Training | None = None
         self._session: Any = None
         self._failed = False
+        self._other_profiles = False
 
     def created(self, training: Training) -> None:
         """A training is set up. The first one is described at once, so that a crash leaves at least that."""
@@ -68,6 +69,31 @@ class Recorder:
     def step_finished(self, training: Training, step: int) -> None:
         if training is self._training and self._session is not None:
             self._guarded(lambda: self._finish_step(step))
+
+    def owns(self, profiler: Any) -> bool:
+        """Whether a `torch.autograd.profiler.profile` is the one that records."""
+        return self._session is not None and self._session.owns(profiler)
+
+    def other_profiler_starts(self) -> None:
+        """The script starts a profiler of its own: it comes first."""
+        self._other_profiles = True
+        session = self._session
+        if session is not None and not session.over:
+            if not session.yielded and self.rank.rank == 0:
+                say(
+                    "the script starts torch.profiler itself, and two cannot run at once: recording gives way"
+                )
+            self._guarded(session.give_way)
+
+    def other_profiler_ended(self) -> None:
+        self._other_profiles = False
+        if self._session is not None:
+            self._guarded(self._session.go_on)
+
+    @property
+    def begun(self) -> bool:
+        """Whether a first step has begun, or nothing can begin any more."""
+        return self._session is not None or self._failed
 
     def close(self, outcome: Outcome) -> None:
         """The script ended: save what is open and hand in the report."""
@@ -95,11 +121,13 @@ class Recorder:
             metadata=self._trace_metadata,
             written=self._trace_written,
         )
+        if self._other_profiles:
+            self._session.give_way()
 
     def _finish_step(self, step: int) -> None:
         self._session.step_finished(step)
         talks = self.rank.rank == 0 and self.settings.verbosity >= 0
-        if talks and self._session.finished == self.settings.first:
+        if talks and self._session.begins_recording:
             say(f"recording {step_range(range(step + 1, step + 1 + self.settings.steps))}")
 
     def _trace_written(self, steps: tuple[int, ...]) -> None:
@@ -134,8 +162,9 @@ class Recorder:
             "warmup": self.settings.warmup,
             "steps": self.settings.steps,
             "record_shapes": self.settings.record_shapes,
-            "with_stack": False,
-            "profile_memory": False,
+            "with_stack": self.settings.with_stack,
+            "profile_memory": self.settings.profile_memory,
+            "labels": self.settings.labels,
         }
 
     def _trace_metadata(self, steps: tuple[int, ...]) -> dict[str, Any]:
@@ -157,6 +186,11 @@ class Recorder:
         if self._session is None or self._failed:
             return None
         finished, settings = self._session.finished, self.settings
+        if not self.report.profiled_steps and self._session.yielded:
+            return (
+                "nothing recorded: the script's own torch.profiler ran in the steps that were due; "
+                "switch it off, or move it with --skip"
+            )
         if not self.report.profiled_steps:
             return (
                 f"nothing recorded: the script made {finished} steps, and recording begins after "

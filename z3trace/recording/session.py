@@ -90,6 +90,10 @@ class ProfileSession:
         self.trace = trace
         self.finished = 0
         self.profiled: list[int] = []
+        self.yielded = False  # whether another profiler ever stood in the way
+        self._blocked = False
+        self._saved = False
+        self._delay = 0  # steps by which another profiler put our window off
         self._clock = clock
         self._metadata = metadata
         self._written = written
@@ -100,20 +104,45 @@ class ProfileSession:
     def step_started(self, step: int) -> None:
         """The first call opens the session; later steps begin where the one before ended."""
         if self._start is None:
-            self._open(step)
+            if not self._blocked:
+                self._open(step)
             self._start = self._clock.mark()
 
     def step_finished(self, step: int) -> None:
         self.step_started(step)
         state = self._state()
-        if self.finished < self.settings.needed + TIMED_AFTER:
+        if self._passed < self.settings.needed + TIMED_AFTER:
             self._marks.append((step, state, self._start, self._clock.mark()))
         self.finished += 1
         if self._profile is not None:
             if state is State.PROFILED:
                 self.profiled.append(step)
             self._advance(self._profile, step)
+        elif not (self._blocked or self._saved):
+            self._delay = max(0, self.finished - self.settings.skip)
+            self._open(step + 1)
         self._start = self._clock.mark()
+
+    @property
+    def over(self) -> bool:
+        """Whether the window has passed."""
+        return self._saved
+
+    def owns(self, profiler: Any) -> bool:
+        """Whether a `torch.autograd.profiler.profile` is ours."""
+        return self._profile is not None and self._profile.profiler is profiler
+
+    def give_way(self) -> None:
+        """Another profiler is about to start, and two at once crash: end ours, keeping the steps it has."""
+        self.yielded = self._blocked = True
+        if self.profiled:
+            self.close()
+        else:
+            self.abandon()
+
+    def go_on(self) -> None:
+        """The other profiler has ended: our window, if it is not over, begins with the next step."""
+        self._blocked = False
 
     def close(self) -> None:
         """The script is over: save what was recorded if the window is still open."""
@@ -128,7 +157,8 @@ class ProfileSession:
         profiler, self._profile = self._profile, None
         if profiler is not None:
             profiler.on_trace_ready = None
-            profiler.stop()
+            with _without_profiler_chatter():
+                profiler.stop()
 
     def timed_steps(self) -> list[TimedStep]:
         """How long each step took, in order. Steps that were only begun are not in it."""
@@ -138,17 +168,26 @@ class ProfileSession:
         action = self._action()
         if action in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE):
             return State.PROFILED
-        if action is ProfilerAction.WARMUP or self.finished in (0, self.settings.needed):
+        if action is ProfilerAction.WARMUP or self.finished == 0 or self._passed == self.settings.needed:
             return State.SETTLING
         return State.UNPROFILED
 
+    @property
+    def begins_recording(self) -> bool:
+        """Whether the next step is the first recorded one."""
+        return not (self._blocked or self._saved) and self._passed == self.settings.first
+
+    @property
+    def _passed(self) -> int:
+        return self.finished - self._delay
+
     def _action(self) -> ProfilerAction:
         settings = self.settings
-        if not settings.skip <= self.finished < settings.needed:
+        if self._blocked or self._saved or not settings.skip <= self._passed < settings.needed:
             return ProfilerAction.NONE
-        if self.finished < settings.first:
+        if self._passed < settings.first:
             return ProfilerAction.WARMUP
-        last = self.finished == settings.needed - 1
+        last = self._passed == settings.needed - 1
         return ProfilerAction.RECORD_AND_SAVE if last else ProfilerAction.RECORD
 
     def _open(self, step: int) -> None:
@@ -158,13 +197,15 @@ class ProfileSession:
             schedule=lambda _step: self._action(),
             on_trace_ready=self._save,
             record_shapes=self.settings.record_shapes,
+            with_stack=self.settings.with_stack,
+            profile_memory=self.settings.profile_memory,
         )
         self._profile.step_num = step
         with _without_profiler_chatter():
             self._profile.start()
 
     def _advance(self, profiler: profile, step: int) -> None:
-        over = self.finished == self.settings.needed
+        over = self._passed == self.settings.needed
         if over:
             self._attach_metadata(profiler)
         profiler.step_num = step  # so that the next mark carries the next step's number
@@ -175,16 +216,17 @@ class ProfileSession:
             profiler.stop()
 
     def _changes(self) -> bool:
-        return self.finished in (self.settings.skip, self.settings.first, self.settings.needed)
+        return self._passed in (self.settings.skip, self.settings.first, self.settings.needed)
 
     def _attach_metadata(self, profiler: profile) -> None:
-        if self.finished < self.settings.first:
+        if self._passed < self.settings.first:
             return  # nothing is being recorded
         values = self._metadata(tuple(self.profiled))
         profiler.add_metadata_json("z3trace", json.dumps(_plain(values), ensure_ascii=False))
 
     def _save(self, profiler: profile) -> None:
         """Export beside the final place, compress as a stream, then rename."""
+        self._saved = True
         raw = self.trace.with_name(f".{self.trace.name}.raw")
         packed = self.trace.with_name(f".{self.trace.name}.part")
         try:

@@ -12,6 +12,8 @@ from pathlib import Path
 class RecordSettings:
     """What a recording is asked for. Steps are optimizer steps.
 
+    `step_from` is MODULE:FUNCTION where the script's own function ends a step; `labels` false leaves the
+    training libraries untouched.
     `directory` is absolute: the script may change the working folder. `exit_grace` is in seconds, 0 waits
     for ever. `command` is what the user typed, kept for the run's metadata. `supervised` is true
     for ranks that our own launcher started: it settles the run directory and tells the user what came of it.
@@ -22,6 +24,10 @@ class RecordSettings:
     warmup: int = 2
     steps: int = 3
     record_shapes: bool = True
+    with_stack: bool = False
+    profile_memory: bool = False
+    labels: bool = True
+    step_from: str | None = None
     exit_grace: float = 60.0
     verbosity: int = 0
     supervised: bool = False

@@ -28,23 +28,32 @@ class UnknownTraining:
 
 
 class Steps:
-    """Passes the steps of the highest authority heard of on to the recorder.
+    """Passes the steps of the highest authority heard of on to the recorder, if there is one.
 
     With `only_script` nothing counts but what the script itself calls a step.
     """
 
-    def __init__(self, recorder: Recorder, *, only_script: bool = False) -> None:
-        self.recorder = recorder
-        self._authority = Authority.SCRIPT if only_script else Authority.OPTIMIZER
-        self._announced = Authority.OPTIMIZER
+    def __init__(self) -> None:
+        self.recorder: Recorder | None = None
         self._training: Training = UnknownTraining()
+        self._announced = Authority.OPTIMIZER
+        self._authority = Authority.OPTIMIZER
         self._count = 0
+
+    def tell(self, recorder: Recorder | None, *, only_script: bool = False) -> None:
+        """From now on tell this recorder, or nobody. Trainings that are known stay known."""
+        self.recorder = recorder
+        self._count = 0
+        self._authority = Authority.SCRIPT if only_script else self._announced
+        if recorder is not None and not isinstance(self._training, UnknownTraining):
+            recorder.created(self._training)
 
     def created(self, training: Training, authority: Authority) -> None:
         """A training is there; that of an engine hides what it uses inside."""
         if isinstance(self._training, UnknownTraining) or authority > self._announced:
             self._training, self._announced = training, authority
-            self.recorder.created(training)
+            if self.recorder is not None:
+                self.recorder.created(training)
         self._authority = max(self._authority, authority)
 
     @property
@@ -57,6 +66,8 @@ class Steps:
 
     def began(self, training: Training, authority: Authority, step: int | None = None) -> None:
         """The first forward of a step begins. `step` is the training's own number for it."""
+        if self.recorder is None:
+            return
         if authority == self._authority:
             self.recorder.step_started(training, self._count if step is None else step)
         elif authority == self._announced:  # the script ends its steps itself, but this is where one begins
@@ -70,8 +81,12 @@ class Steps:
             self._authority = authority
             if self._count:  # the step that the script speaks of was counted when its optimizer stepped
                 return
+        if self.recorder is None:
+            return
         known = self._training if training is None else training
         number = self._count if step is None else step
-        self.recorder.step_started(known, number)
-        self.recorder.step_finished(known, number)
         self._count += 1
+        if self.recorder.begun:
+            self.recorder.step_finished(known, number)
+        else:  # where this step began is not known, where the next one begins is
+            self.recorder.step_started(known, number + 1)

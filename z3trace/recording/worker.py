@@ -9,12 +9,11 @@ import signal
 import sys
 import threading
 
-from z3trace.recording.adapters import install
+from z3trace.recording.active import begin
 from z3trace.recording.messages import say
 from z3trace.recording.program import Outcome, Program
 from z3trace.recording.recorder import Recorder
 from z3trace.recording.settings import Rank, RecordSettings
-from z3trace.recording.steps import Steps
 from z3trace.recording.summary import announce
 
 
@@ -24,7 +23,7 @@ def main(argv: list[str]) -> int:
     program = Program.from_argv(argv[1:])
     rank = Rank.from_environment()
     recorder = Recorder(settings, rank)
-    install(Steps(recorder))
+    begin(recorder, labels=settings.labels, step_from=settings.step_from)
     outcome = program.run_as_main()
     # The launcher's SIGTERM must not cut the saving short; it is delivered afterwards.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

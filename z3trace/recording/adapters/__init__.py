@@ -21,6 +21,7 @@ def install(steps: Steps, *, labels: bool = True) -> None:
         deepspeed_labels,
         fsdp1,
         huggingface,
+        profilers,
         torch_training,
         z3_engine,
     )
@@ -28,6 +29,7 @@ def install(steps: Steps, *, labels: bool = True) -> None:
     z3_engine.observe_engines(steps)
     _on("torch.optim.optimizer", "steps", lambda module: torch_training.watch_optimizers(module, steps))
     _on("torch.nn.modules.module", "steps", lambda module: torch_training.watch_forward(module, steps))
+    _on("torch.autograd.profiler", "steps", lambda module: profilers.watch_profilers(module, steps))
     _on("deepspeed.runtime.engine", "steps", lambda module: deepspeed.watch_engines(module, steps))
     _on("transformers.trainer", "configuration", huggingface.watch_trainers)
     if labels:

@@ -2,11 +2,10 @@
 
 import functools
 import sys
-import weakref
 from types import ModuleType
 from typing import Any
 
-_trainers: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_arguments: list[Any] = []  # of the Trainer that was made last; it may be gone itself when we describe it
 
 # What decides how much is communicated and when. Paths and tokens stay out of the run.
 _TRAINER_KEYS = (
@@ -24,14 +23,14 @@ _TRAINER_KEYS = (
 
 
 def watch_trainers(module: ModuleType) -> None:
-    """Remember each Trainer, to ask for its arguments later."""
+    """Remember the arguments of each new Trainer."""
     kind = module.Trainer
     original = kind.__init__
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        _trainers.add(self)
+        _arguments[:] = [self.args]
 
     kind.__init__ = __init__
 
@@ -42,9 +41,8 @@ def describe() -> dict[str, Any]:
     accelerate = _accelerate()
     if accelerate:
         found["accelerate"] = accelerate
-    trainer = next(iter(_trainers), None)
-    if trainer is not None:
-        found["trainer"] = {key: _plain(getattr(trainer.args, key, None)) for key in _TRAINER_KEYS}
+    for arguments in _arguments:
+        found["trainer"] = {key: _plain(getattr(arguments, key, None)) for key in _TRAINER_KEYS}
     steps = found.get("trainer", accelerate).get("gradient_accumulation_steps")
     if isinstance(steps, int) and steps > 0:
         found["gradient_accumulation_steps"] = steps
