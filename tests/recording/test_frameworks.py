@@ -41,8 +41,9 @@ DEEPSPEED: dict[str, dict[str, Any]] = {
         }
     },
     "leaf blocks": {"zero_optimization": {**ZERO, "leaf_module": {"classes": ["Block"]}}},
-    "leaves set after initialize": {"zero_optimization": ZERO, "leaf_after": "Mlp"},
-    "accumulation": {"zero_optimization": ZERO, "gradient_accumulation_steps": 4},
+    "leaves set after initialize, accumulation": {
+        "zero_optimization": ZERO, "leaf_after": "Mlp", "gradient_accumulation_steps": 4,
+    },
     "checkpointing": {"zero_optimization": ZERO, "checkpointing": True},
     "one parameter a gather, tied": {
         "zero_optimization": {**ZERO, "stage3_allgather_sequential": True}, "tied": True,
@@ -152,6 +153,45 @@ def test_deepspeed(record: Callable[..., Recorded], settings: dict[str, Any]) ->
         assert recorded.run["calls"]["checkpointed"] == ["blocks.2", "blocks.1", "blocks.0"]
     if settings.get("tied"):
         assert parameters["embed.weight"]["owners"] == ["embed", "head"]
+
+
+@pytest.mark.slow
+@needs_deepspeed
+@pytest.mark.parametrize(
+    ("library", "settings", "needs"),
+    [("accelerate", {}, "accelerate"), ("trainer", {"lora": True}, "peft")],
+)
+def test_hugging_face_with_deepspeed(
+    record: Callable[..., Recorded], library: str, settings: dict[str, Any], needs: str
+) -> None:
+    if not all(map(importlib.util.find_spec, (needs, "accelerate"))):
+        pytest.skip(f"{needs} is not installed (the extra `test`)")
+    recorded = record(library, settings)
+    assert recorded.report.trace["framework"] == recorded.run["framework"] == "deepspeed"
+    # Where phases begin inside the library is not the script's to say: the sums must be the same.
+    for rank in range(RANKS):
+        for kind in ("all_gather", "reduce_scatter"):
+            reported, counted = recorded.reported(kind, rank), recorded.counted(kind)
+            assert [sum(reported[step].values()) for step in RECORDED] == [
+                sum(counted[step].values()) for step in RECORDED
+            ]
+    parameters = recorded.run["parameters"]
+    width = {"float32": 4, "bfloat16": 2}
+    for gather in recorded.gathers:
+        assert gather["unit"] is not None
+        assert gather["bytes"] == sum(
+            padded_to(RANKS, parameters[name]["numel"]) * width[parameters[name]["dtype"]]
+            for name in gather["parameters"]
+        )
+    assert recorded.run["accelerate"]["distributed_type"] == "DEEPSPEED"
+    assert recorded.run["gradient_accumulation_steps"] == 2
+    if library == "trainer":
+        assert recorded.run["trainer"]["gradient_accumulation_steps"] == 2
+        # `auto` as the Trainer resolves it for a hidden size of 32.
+        assert recorded.run["zero_optimization"]["stage3_param_persistence_threshold"] == 10 * 32
+    if settings.get("lora"):
+        trained = {name for name, told in parameters.items() if told["trainable"]}
+        assert trained == {name for name in parameters if ".lora_" in name}
 
 
 @pytest.mark.parametrize("settings", [{}, {"use_orig_params": True, "forward_prefetch": True}])
