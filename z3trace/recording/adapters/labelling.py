@@ -1,7 +1,9 @@
 """Labels around a library's own functions: nothing while nobody profiles, and never an error."""
 
+import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from z3trace.engine.labels import format_label
 from z3trace.recording.messages import say
@@ -44,13 +46,17 @@ class Labels:
 
 
 def profiling() -> bool:
-    from torch._C._autograd import _profiler_enabled
-
-    return bool(_profiler_enabled())
+    return bool(_torch()._autograd._profiler_enabled())
 
 
 def inside_backward() -> bool:
     """Whether autograd runs on this thread: in recomputation forward hooks run there, too."""
-    from torch._C import _current_graph_task_id
+    return bool(_torch()._current_graph_task_id() != -1)
 
-    return bool(_current_graph_task_id() != -1)
+
+@functools.cache
+def _torch() -> Any:
+    """Imported when first asked, and then only looked up: an import statement costs microseconds each time."""
+    import torch
+
+    return torch._C
