@@ -101,6 +101,7 @@ def every_optimizer() -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_torch_optimizers_element_by_element() -> None:
     for differences in run_world(every_optimizer, 4):

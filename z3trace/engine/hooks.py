@@ -27,43 +27,35 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(getattr(value, entry.name))
 
 
-def hook_modules(model: nn.Module, paths: Iterable[str], runtime: Runtime) -> list[RemovableHandle]:
+def hook_modules(model: nn.Module, paths: Iterable[str], runtime: Runtime) -> None:
     """Report the forwards and backwards of the modules at these paths.
 
     Backward is noticed by hooks on the output tensors: unlike a node around the module they forbid no
     in-place operation on what it returns.
     """
-    handles: list[RemovableHandle] = []
     for path in paths:
         module = model.get_submodule(path)
-        handles.append(
-            module.register_forward_pre_hook(partial(_before_forward, runtime, path), prepend=True)
-        )
-        handles.append(module.register_forward_hook(partial(_after_forward, runtime, path), always_call=True))
-    return handles
+        module.register_forward_pre_hook(partial(_before_forward, runtime, path), prepend=True)
+        module.register_forward_hook(partial(_after_forward, runtime, path), always_call=True)
 
 
 def hook_modules_exactly(
     model: nn.Module, paths: Iterable[str], runtime: Runtime, partition_of: Mapping[int, str]
-) -> list[RemovableHandle]:
+) -> None:
     """Report the modules' events in DeepSpeed's order: by autograd nodes around their positional inputs and
     their outputs, one for each tensor, and as each parameter has its gradient.
 
     `partition_of` gives the partition of a parameter by its id.
     """
-    handles: list[RemovableHandle] = []
     for path in paths:
         module = model.get_submodule(path)
-        handles.append(module.register_forward_pre_hook(partial(_enter, runtime, path)))
-        handles.append(
-            module.register_forward_hook(partial(_leave, runtime, path, partition_of), always_call=True)
-        )
+        module.register_forward_pre_hook(partial(_enter, runtime, path))
+        module.register_forward_hook(partial(_leave, runtime, path, partition_of), always_call=True)
     for parameter in model.parameters():
         name = partition_of.get(id(parameter))
         if name is not None and parameter.requires_grad:
             accumulated = partial(_accumulated, runtime, name)
-            handles.append(parameter.register_post_accumulate_grad_hook(accumulated))  # type: ignore[no-untyped-call]
-    return handles
+            parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
 
 
 def record_call_order(model: nn.Module, order: list[str]) -> list[RemovableHandle]:
