@@ -86,7 +86,10 @@ def run_case(folder: Path) -> dict[str, Any]:
         "gradient_accumulation_steps": accumulation,
         "bf16": {"enabled": truth["dtype"] == "bf16"},
         "zero_optimization": zero,
-        "z3trace": {"schedule": "deepspeed"},
+        "z3trace": {
+            "schedule": "deepspeed",
+            "leaf_classes_after": ["Block"] if option(truth, "--leaf") == "after" else [],
+        },
     }
     engine: Any = z3.initialize(model, torch.optim.SGD, config)
     done: list[tuple[int, Any]] = []

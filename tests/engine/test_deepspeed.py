@@ -80,8 +80,8 @@ def test_uneven_and_larger_worlds(world: int) -> None:
 
 
 CASES = ["default", "gas4_r0_p1e4_pf8e5", "hf_auto_h256", "r0_p0_maxlive1e6", "r0_p0_pf0", "r0_p0_pf0_agb1e10",
-         "r0_p0_pf0_ckpt", "r0_p0_pf0_leafbefore", "r0_p0_pf0_rb8e5", "r0_p0_pf0_zinit", "r0_p0_pf8e5", "r0_p1e5_pf0",
-         "reuse2e6_p0_pf0", "t_nvtx"]  # fmt: skip
+         "r0_p0_pf0_ckpt", "r0_p0_pf0_leafafter", "r0_p0_pf0_leafbefore", "r0_p0_pf0_rb8e5", "r0_p0_pf0_zinit",
+         "r0_p0_pf8e5", "r0_p1e5_pf0", "reuse2e6_p0_pf0", "t_nvtx"]  # fmt: skip
 
 
 @pytest.mark.distributed

@@ -11,6 +11,8 @@ from z3trace.engine.layout import PartitionPlan, describe_model, plan_parameters
 from z3trace.engine.schedule.deepspeed import DeepSpeedSchedule
 from z3trace.engine.schedule.interface import Schedule
 from z3trace.engine.schedule.layerwise import LayerwiseSchedule
+from z3trace.engine.schedule.settings import LeafModules
+from z3trace.engine.schedule.structure import leaf_modules
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,9 @@ def _deepspeed(
     plans = plan_parameters(model)
     # Set by deepspeed.utils.set_z3_leaf_modules, which scripts for DeepSpeed call before initialize.
     leaves = [path for path, module in model.named_modules() if getattr(module, "_z3_leaf", False)]
-    schedule = DeepSpeedSchedule(describe_model(model, plans, dtype), config.zero_optimization, leaves=leaves)
+    seen = describe_model(model, plans, dtype)
+    leaves_after = leaf_modules(seen, LeafModules(classes=config.z3trace.leaf_classes_after))
+    schedule = DeepSpeedSchedule(seen, config.zero_optimization, leaves=leaves, leaves_after=leaves_after)
     structure = schedule.structure
     needs = {
         path: structure.below(path) if path in structure.leaves else structure.direct(path)
