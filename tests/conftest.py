@@ -3,6 +3,11 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# Speed is measured in benchmarks; a busy machine must not fail a test of what is right.
+settings.register_profile("project", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("project")
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
