@@ -6,7 +6,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # Speed is measured in benchmarks; a busy machine must not fail a test of what is right.
-settings.register_profile("project", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "project", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
 settings.load_profile("project")
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
