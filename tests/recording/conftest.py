@@ -1,9 +1,11 @@
 """Running `z3trace record` as a user does, in processes of its own."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,8 @@ def start(tmp_path: Path, environment: dict[str, str]) -> Iterator[Callable[...,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            # Whoever runs the tests in the background ignores Ctrl-C; the command must not inherit that.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
         jobs.append(job)
         return job
