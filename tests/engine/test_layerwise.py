@@ -153,7 +153,12 @@ def carry_out(training: list[list[Pass]], prefetch: int, frozen: frozenset[str] 
 def test_nothing_is_used_before_it_is_there_nor_released_in_use(
     training: list[list[Pass]], prefetch: int, frozen: frozenset[str]
 ) -> None:
-    carry_out(training, prefetch, frozen)
+    """The machine checks each action against what is there and in use; it must have had something to check."""
+    machine = carry_out(training, prefetch, frozen)
+    gathered = {action.partitions[0] for action in machine.log if isinstance(action, Gather)}
+    called = {call.module for step in training for work in step for call in work.calls}
+    assert gathered >= called | {""}
+    assert set(machine.states.values()) == {"sharded"}
 
 
 @settings(max_examples=200, deadline=None)

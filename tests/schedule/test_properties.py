@@ -251,10 +251,15 @@ class Executor:
 @THOROUGH
 @given(data=st.data())
 def test_nothing_is_used_that_is_not_there_nor_released_while_used(policy, data):
+    """The executor checks each action against what is there and in use; it must have had something to check."""
     model, zero, training = data.draw(cases(policy))
     schedule, executor = POLICIES[policy](model, zero), Executor(model)
     for part in training:
         executor.run(schedule, part)
+    owned = {module.path: module.partitions for module in model.modules}
+    events = [event for part in training if isinstance(part, Pass) for event in part.forward]
+    used = {name for e in events if e.kind is EventKind.PRE_FORWARD for name in owned[e.module]}
+    assert executor.state.keys() >= used
 
 
 @pytest.mark.parametrize("policy", POLICIES)
